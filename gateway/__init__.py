@@ -1,0 +1,1 @@
+"""Bytes in, bytes out: HTTP, API dialects, streaming. Decides nothing about placement."""

@@ -1,0 +1,1 @@
+"""The other side: traces, their generation and replay, and reports."""

@@ -1,0 +1,1 @@
+"""The fleet: engine profiles, latency models, registry, monitor, and the simulated engine."""
