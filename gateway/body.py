@@ -1,0 +1,193 @@
+"""Reading a request body: JSON fields and the prompt's block chain, at a cost that follows the new turn, not the history.
+
+An agent's next request starts with the same bytes as its last one. So the reader keeps, for the raw bytes up to the start of
+a late message, the chain so far; a body that begins with those bytes is parsed only from there. Which prefix is known is
+found by a rolling hash over fixed raw blocks: no session id is needed, and sessions with a common start share it.
+
+The split is safe because JSON proves it: the text from a candidate message start, put behind `{"messages":[`, is valid JSON
+only if the candidate stood directly in the top-level array (anything deeper leaves brackets unbalanced).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from xxhash import xxh3_64_intdigest
+
+from gateway.dialects import BadRequest, Dialect
+from kvindex.chain import BlockChain, ChainState, identity_seed
+
+RAW_BLOCK = 4096  # bytes; granularity at which known raw prefixes are found
+_SEARCHES = 4  # candidates for a message start that are tried before giving up
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """What is known about a raw prefix that ends where an item of the conversation starts."""
+
+    offset: int  # where that item starts in the raw body
+    head_fields: dict[str, Any]  # top-level fields that stand before the conversation
+    seed: int
+    head: bytes  # canonical bytes before the conversation (tools, system)
+    state: ChainState  # chain over head and the items before `offset`
+    volatile: bool
+    cost: int  # bytes it keeps alive, roughly
+
+
+@dataclass(slots=True)
+class ParsedBody:
+    """Fields (the conversation's field holds only the items from the reuse point on) and the chain of the whole prompt."""
+
+    fields: dict[str, Any]
+    chain: BlockChain
+    volatile: bool  # a system prompt starts with a line that changes with every request
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises BadRequest with the place of the fault.
+
+    A lone surrogate (`\\ud83d`), which clients do send and orjson refuses, is accepted: the session would be poisoned
+    otherwise, since its history is sent again with every turn.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if b"\\ud" not in body and b"\\uD" not in body:
+            raise BadRequest(f"the body is not valid JSON: {error}") from None
+        try:
+            fields = json.loads(body, parse_constant=_no_constants)
+        except (ValueError, RecursionError) as again:
+            raise BadRequest(f"the body is not valid JSON: {again}") from None
+    if not isinstance(fields, dict):
+        raise BadRequest("the body must be a JSON object")
+    return fields
+
+
+def _no_constants(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+class BodyReader:
+    """Parses bodies and remembers prefixes, least recently used out first, within `max_bytes`."""
+
+    def __init__(self, block_bytes: int = 512, max_bytes: int = 64 * 1024 * 1024):
+        self.block_bytes = block_bytes
+        self.max_bytes = max_bytes
+        self.kept_bytes = 0
+        self._checkpoints: OrderedDict[int, _Checkpoint] = OrderedDict()
+
+    def read(self, dialect: Dialect, body: bytes, tenant: str = "") -> ParsedBody:
+        """Parse `body`. Raises BadRequest."""
+        if len(body) < 2 * RAW_BLOCK:
+            return self._read_whole(dialect, body, tenant, None)
+        view = memoryview(body)
+        digest = identity_seed(dialect.name, tenant)
+        digests = [
+            digest := xxh3_64_intdigest(view[at : at + RAW_BLOCK], digest) for at in range(0, len(body) - RAW_BLOCK + 1, RAW_BLOCK)
+        ]
+        checkpoints = self._checkpoints
+        for digest in reversed(digests):
+            checkpoint = checkpoints.get(digest)
+            if checkpoint is not None:
+                parsed = self._resume(dialect, body, checkpoint, digests, tenant)
+                if parsed is not None:
+                    checkpoints.move_to_end(digest)
+                    return parsed
+                break
+        return self._read_whole(dialect, body, tenant, digests)
+
+    def _resume(self, dialect: Dialect, body: bytes, known: _Checkpoint, digests: list[int], tenant: str) -> ParsedBody | None:
+        """Parse from a checkpoint on; None where what follows it changes the prompt before it (new tools, model ...)."""
+        opening = b'{"%b":[' % dialect.items_key.encode()
+        try:
+            tail = orjson.loads(opening + body[known.offset :])
+        except orjson.JSONDecodeError:
+            return None
+        fields = {**known.head_fields, **tail} if known.head_fields else tail
+        if self._seed(dialect, fields, tenant) != known.seed:
+            return None
+        if dialect.head_bytes(fields) != known.head:
+            return None
+        items = fields[dialect.items_key]
+        if not isinstance(items, list):  # a second key of that name further on
+            return None
+        volatile = known.volatile or dialect.is_volatile(fields)
+        return self._finish(dialect, body, fields, items, known.state, known.seed, known.head, digests, known.offset, volatile)
+
+    def _read_whole(self, dialect: Dialect, body: bytes, tenant: str, digests: list[int] | None) -> ParsedBody:
+        fields = loads(body)
+        items = dialect.items(fields)
+        seed = self._seed(dialect, fields, tenant)
+        head = dialect.head_bytes(fields)
+        state = ChainState.start(seed, self.block_bytes)
+        if head:
+            state = state.extend(head)
+        volatile = dialect.is_volatile(fields)
+        if digests is None:
+            return ParsedBody(fields, state.extend(dialect.items_bytes(items)).chain(), volatile)
+        return self._finish(dialect, body, fields, items, state, seed, head, digests, 0, volatile)
+
+    def _finish(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        fields: dict[str, Any],
+        items: list[Any],
+        state: ChainState,
+        seed: int,
+        head: bytes,
+        digests: list[int],
+        start: int,
+        volatile: bool,
+    ) -> ParsedBody:
+        """Chain the items from `state` on, leaving a checkpoint as late in the body as the next turn can be sure to repeat."""
+        found = self._late_item(dialect, body, items, start)
+        if found is not None:
+            offset, tail = found
+            split = len(items) - len(tail[dialect.items_key])
+            state = state.extend(dialect.items_bytes(items[:split]))
+            before = {k: v for k, v in fields.items() if k not in tail}
+            checkpoint = _Checkpoint(offset, before, seed, head, state, volatile, 8 * len(state.hashes) + len(head) + 1024)
+            self._keep(digests[-(-offset // RAW_BLOCK) - 1], checkpoint)
+            items = items[split:]
+        return ParsedBody(fields, state.extend(dialect.items_bytes(items)).chain(), volatile)
+
+    def _late_item(self, dialect: Dialect, body: bytes, items: list[Any], start: int) -> tuple[int, dict[str, Any]] | None:
+        """The last item start before the raw block in which the last item starts, with what parses from there on."""
+        if len(items) < 2 or not isinstance(items[-1], dict) or not items[-1]:
+            return None
+        pattern = b'{"%b"' % next(iter(items[-1])).encode("utf-8", "surrogatepass")
+        last = body.rfind(pattern, start)
+        limit = last // RAW_BLOCK * RAW_BLOCK
+        opening = b'{"%b":[' % dialect.items_key.encode()
+        for _ in range(_SEARCHES):
+            offset = body.rfind(pattern, start, limit)
+            if offset <= start:
+                return None
+            limit = offset
+            try:
+                tail = orjson.loads(opening + body[offset:])
+            except orjson.JSONDecodeError:
+                continue
+            tail_items = tail.get(dialect.items_key)
+            if isinstance(tail_items, list) and len(tail_items) <= len(items):
+                return offset, tail
+        return None
+
+    def _keep(self, digest: int, checkpoint: _Checkpoint) -> None:
+        checkpoints = self._checkpoints
+        replaced = checkpoints.pop(digest, None)
+        self.kept_bytes += checkpoint.cost - (replaced.cost if replaced else 0)
+        checkpoints[digest] = checkpoint
+        while self.kept_bytes > self.max_bytes:
+            _, oldest = checkpoints.popitem(last=False)
+            self.kept_bytes -= oldest.cost
+
+    def _seed(self, dialect: Dialect, fields: dict[str, Any], tenant: str) -> int:
+        """The parts of the identity that stand outside the prompt text: model, tenant, salt, kind of rendering."""
+        kind = dialect.name if dialect.name in ("completions", "embeddings") else "chat"
+        return identity_seed(str(fields.get("model")), kind, tenant, str(fields.get("cache_salt") or ""))

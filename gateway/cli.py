@@ -1,0 +1,117 @@
+"""The `warmroute` command."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from gateway.config import Config, ConfigError, load
+from workers.simcli import sim_command
+
+EPILOG_SERVE = """
+\b
+Examples:
+  warmroute serve --workers http://gpu1:8000,http://gpu2:8000
+      two workers, everything else discovered from them
+  warmroute serve --config warmroute.yaml
+      models, aliases, engine profiles and limits from a file (see `warmroute check-config`)
+  WARMROUTE_LISTEN__PORT=9000 warmroute serve --config warmroute.yaml
+      the environment overrides the file
+
+\b
+Then point any OpenAI client at it:
+  OPENAI_BASE_URL=http://127.0.0.1:8000/v1
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="warmroute")
+def main() -> None:
+    """An OpenAI-compatible gateway that routes each request to the worker whose KV cache is already warm."""
+
+
+@main.command(epilog=EPILOG_SERVE)
+@click.option("--config", "config_path", type=click.Path(dir_okay=False, path_type=Path), help="YAML file with the whole configuration.")
+@click.option("--workers", help="Comma-separated worker URLs; added to those of the file.")
+@click.option("--host", help="Address to bind.  [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to bind; 0 takes a free one.  [default: 8000]")
+@click.option("--policy", type=click.Choice(["warm", "round-robin", "random", "least-loaded", "session-affinity"]), help="Routing policy.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
+def serve(
+    config_path: Path | None, workers: str | None, host: str | None, port: int | None, policy: str | None, log_level: str
+) -> None:
+    """Start the gateway."""
+    config = _config_or_exit(config_path)
+    config = _with_flags(config, workers, host, port, policy)
+    if not config.workers:
+        raise click.UsageError("no workers: give --workers URL[,URL...], or a --config file with a 'workers' list")
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from gateway.app import Gateway
+    from gateway.server import Server
+
+    def started(url: str) -> None:
+        logging.getLogger("warmroute").info("listening on %s with %d workers, policy %s", url, len(config.workers), config.policy)
+        # what exists now lives as long as the process: keep the collector from walking it over and over
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+
+    server = Server(Gateway(config), config.listen, on_started=started)
+    uvloop.run(server.serve())
+    if not server.started:
+        sys.exit(3)
+
+
+@main.command("check-config")
+@click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
+def check_config(path: Path) -> None:
+    """Check a configuration file: every fault with its line and what to do. Exits 1 when there is one."""
+    config = _config_or_exit(path)
+    models = {worker.model for worker in config.workers if worker.model} | {model.name for model in config.models}
+    click.echo(f"{path}: ok ({len(config.workers)} workers, models: {', '.join(sorted(models)) or 'discovered from the workers'})")
+
+
+@main.group()
+def worker() -> None:
+    """Workers: the simulated engine."""
+
+
+worker.add_command(sim_command, "sim")
+
+
+def _config_or_exit(path: Path | None) -> Config:
+    try:
+        return load(path) if path is not None else Config()
+    except ConfigError as error:
+        for fault in error.faults:
+            click.echo(fault, err=True)
+        sys.exit(1)
+
+
+def _with_flags(config: Config, workers: str | None, host: str | None, port: int | None, policy: str | None) -> Config:
+    """Flags win over the file and the environment."""
+    from gateway.fleet import worker_from_url
+
+    listen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    update: dict[str, Any] = {"listen": config.listen.model_copy(update=listen)}
+    if policy is not None:
+        update["policy"] = policy
+    if workers:
+        try:
+            added = [worker_from_url(url.strip()) for url in workers.split(",") if url.strip()]
+        except ValueError as error:
+            raise click.UsageError(f"--workers: {error}") from None
+        known = {w.url for w in config.workers}
+        update["workers"] = config.workers + [w for w in added if w.url not in known]
+    return config.model_copy(update=update)
+
+
+if __name__ == "__main__":
+    main()

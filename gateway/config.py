@@ -1,0 +1,247 @@
+"""The gateway's configuration: one YAML file plus environment overrides (WARMROUTE_LISTEN__PORT=9000).
+
+Unknown keys are errors; every error names the line and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from workers.latency import LATENCY_MODELS, LatencyModel
+from workers.profile import WorkerProfile
+
+POLICY_NAMES = Literal["warm", "round-robin", "random", "least-loaded", "session-affinity"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Listen(Strict):
+    """Where the gateway listens, and what it accepts."""
+
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    max_body_mb: float = Field(64.0, gt=0, description="largest request body, MiB (long agent sessions pass 32)")
+    max_header_kb: float = Field(64.0, gt=0, description="largest request head, KiB")
+    header_timeout_s: float = Field(30.0, gt=0, description="total time a client may take to send a request's head")
+    body_timeout_s: float = Field(300.0, gt=0, description="total time a client may take to send a request's body")
+    write_timeout_s: float = Field(300.0, gt=0, description="a client that takes no byte of its answer for this long is cut")
+
+
+class Upstream(Strict):
+    """How the gateway speaks to workers."""
+
+    connect_timeout_s: float = Field(2.0, gt=0)
+    idle_s: float = Field(4.0, gt=0, description="idle connections are closed after this; below the worker's own keep-alive (5 s)")
+    keepalive_s: float = Field(15.0, gt=0, description="a stream that is silent for this long gets a keepalive event")
+    attempts: int = Field(3, ge=1, description="workers tried before a request that has sent nothing to its client fails")
+    probe_interval_s: float = Field(0.5, gt=0)
+    probe_timeout_s: float = Field(2.0, gt=0)
+    probe_failures: int = Field(3, ge=1, description="probes without an answer until a worker counts as down (a refusal counts at once)")
+
+
+class ModelConfig(Strict):
+    """A model name that clients may use."""
+
+    name: str = Field(description="name as the workers serve it")
+    aliases: list[str] = Field(default_factory=list, description="other names clients may use for it")
+
+
+class WorkerConfig(WorkerProfile):
+    """One worker: its URL and its engine configuration."""
+
+    url: str = Field(description="http(s)://host:port")
+    name: str | None = Field(None, description="name in metrics and logs; host:port when absent")
+    api_key_env: str | None = Field(None, description="environment variable that holds the worker's API key")
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")) or len(url.split("/")) < 3 or not url.split("/")[2]:
+            raise ValueError("must be http://host:port or https://host:port")
+        return url.rstrip("/")
+
+    @field_validator("latency")
+    @classmethod
+    def _known_latency(cls, latency: LatencyModel | str) -> LatencyModel | str:
+        if isinstance(latency, str) and latency not in LATENCY_MODELS:
+            raise ValueError(f"unknown latency model {latency!r}; known: {', '.join(LATENCY_MODELS)}")
+        return latency
+
+    @property
+    def id(self) -> str:
+        return self.name or self.url.split("://", 1)[1]
+
+    def profile(self) -> WorkerProfile:
+        """The engine configuration alone."""
+        return WorkerProfile(**{name: getattr(self, name) for name in WorkerProfile.model_fields})
+
+
+class IndexConfig(Strict):
+    """What is cached where."""
+
+    backend: Literal["memory"] = Field("memory", description="memory: embedded, nothing to install")
+    block_tokens: int = Field(128, ge=16, description="index block, in tokens (text mode counts 4 bytes a token)")
+    ttl_s: float = Field(3600.0, gt=0, description="what was routed longer ago than this counts as evicted")
+    session_ttl_s: float = Field(900.0, gt=0, description="a session idle for longer no longer counts as living on its worker")
+    prefix_memory_mb: float = Field(64.0, gt=0, description="memory for known raw prefixes, MiB")
+
+
+class Tier(Strict):
+    """A class of service. Parsed and checked; requests are labelled with their tier."""
+
+    ttft_s: float | None = Field(None, gt=0, description="objective for the time to the first token")
+    tokens_per_s: float | None = Field(None, gt=0, description="objective for tokens per second per user")
+    weight: float = Field(1.0, gt=0, description="share under contention")
+
+
+def _default_tiers() -> dict[str, Tier]:
+    return {"latency": Tier(), "standard": Tier(), "throughput": Tier()}
+
+
+class Admin(Strict):
+    """The admin routes (/admin/...)."""
+
+    token_env: str | None = Field(None, description="environment variable with the admin token; without it, loopback clients only")
+
+
+class Config(BaseSettings):
+    """The whole configuration."""
+
+    model_config = SettingsConfigDict(extra="forbid", env_prefix="WARMROUTE_", env_nested_delimiter="__")
+
+    listen: Listen = Field(default_factory=Listen)
+    upstream: Upstream = Field(default_factory=Upstream)
+    models: list[ModelConfig] = Field(default_factory=list, description="names and aliases; models are discovered when absent")
+    workers: list[WorkerConfig] = Field(default_factory=list)
+    index: IndexConfig = Field(default_factory=IndexConfig)
+    policy: POLICY_NAMES = Field("warm", description="routing policy")
+    tiers: dict[Literal["latency", "standard", "throughput"], Tier] = Field(default_factory=_default_tiers)
+    admin: Admin = Field(default_factory=Admin)
+    strip_volatile_prefix: bool = Field(True, description="cut lines that change with every request (x-anthropic-billing-header)")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings  # the environment overrides the file
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        seen: dict[str, str] = {}
+        for worker in self.workers:
+            for key in (worker.url, worker.id):
+                if seen.get(key, worker.url) != worker.url or (key == worker.url and key in seen):
+                    raise ValueError(f"two workers are called {key!r}; give each its own url and name")
+                seen[key] = worker.url
+        names: dict[str, str] = {}
+        for model in self.models:
+            for name in (model.name, *model.aliases):
+                if name in names:
+                    raise ValueError(f"model name {name!r} is given twice (for {names[name]!r} and {model.name!r})")
+                names[name] = model.name
+        return self
+
+
+class ConfigError(Exception):
+    """One or more faults in a configuration; each a line that says where and what to do."""
+
+    def __init__(self, faults: list[str]):
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def load(path: str | Path) -> Config:
+    """Read and check a configuration file. Raises ConfigError."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"{path}: is not UTF-8 text"]) from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError([f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}"]) from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError([f"{path}:1: the file must be a mapping of settings, e.g. 'listen: {{port: 8000}}'"])
+    try:
+        return Config(**data)
+    except ValidationError as error:
+        raise ConfigError([_describe(path, node, fault) for fault in error.errors()]) from None
+    except TypeError as error:  # a key that is not a string
+        raise ConfigError([f"{path}: {error}"]) from None
+
+
+def _describe(path: str | Path, node: yaml.Node | None, fault: Any) -> str:
+    location = [part for part in fault["loc"] if not (isinstance(part, str) and part in ("LatencyModel", "str"))]
+    line = _line(node, location)
+    dotted = ".".join(str(part) for part in location) or "configuration"
+    override = "WARMROUTE_" + "__".join(str(part).upper() for part in location)
+    if override in os.environ:
+        return f"environment {override}: {_reason(fault, location)}"
+    return f"{path}:{line}: {dotted}: {_reason(fault, location)}"
+
+
+def _reason(fault: Any, location: list[Any]) -> str:
+    kind = fault["type"]
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key; {hint}"
+    if kind == "missing":
+        return "is required; add it"
+    message = fault["msg"].removeprefix("Value error, ")
+    given = fault.get("input")
+    shown = f" (got {given!r})" if isinstance(given, str | int | float | bool) else ""
+    return f"{message[0].lower()}{message[1:]}{shown}"
+
+
+def _known_keys(location: list[Any]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        model = {
+            "listen": Listen, "upstream": Upstream, "models": ModelConfig, "workers": WorkerConfig, "index": IndexConfig,
+            "tiers": Tier, "admin": Admin, "latency": LatencyModel,
+        }.get(part, model)  # fmt: skip
+    return list(model.model_fields)
+
+
+def _line(node: yaml.Node | None, location: list[Any]) -> int:
+    """The 1-based line of a setting: the deepest node on its path that the file has."""
+    line = 1
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(part):
+                    line, node = key.start_mark.line + 1, value
+                    break
+            else:
+                return line
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line

@@ -1,0 +1,381 @@
+"""The client side of the data plane: HTTP/1.1 to the workers over keep-alive connections, on asyncio protocols and httptools.
+
+An `Exchange` is one request and its response. It is pull-based: the relay reads, and a relay that stops reading (a slow
+client) stops the worker, since the connection pauses above `HIGH_WATER` unread bytes. What fails raises `UpstreamError`,
+which says whether the worker may be asked again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httptools
+
+HIGH_WATER = 256 * 1024
+
+
+class UpstreamError(Exception):
+    """The worker failed. `kind` is one of connect, closed, protocol.
+
+    `answered` is true once response bytes had come; `stale` when a pooled connection died before any: the worker had closed
+    it while it lay idle and has not seen the request, so one try on a new connection is due.
+    """
+
+    def __init__(self, kind: str, detail: str, *, answered: bool = False, stale: bool = False):
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.answered = answered
+        self.stale = stale
+
+
+class Interrupted(Exception):
+    """The exchange was ended from this side: the client left (`client`), or the worker was declared down (`worker`)."""
+
+    def __init__(self, cause: str):
+        super().__init__(cause)
+        self.cause = cause
+
+
+class Exchange:
+    """One request on one connection: status and headers, then body pieces as they arrive."""
+
+    __slots__ = ("_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_waiter", "complete", "headers", "status")
+
+    def __init__(self, connection: Connection):
+        self._connection: Connection | None = connection
+        self._parts: list[bytes] = []
+        self._buffered = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._loop = connection.pool.loop
+        self._nudged = False
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+
+    # --- the relay's side ---
+
+    async def head(self) -> int:
+        """Wait for the response head; its status, or 0 after a nudge. Raises UpstreamError or Interrupted."""
+        while not self.status:
+            await self._wait()
+            if self._nudged:
+                self._nudged = False
+                break
+        return self.status
+
+    async def read(self) -> bytes | None:
+        """All body bytes that have come since the last call, waiting for some; b"" at the end, None after a nudge."""
+        while not self._parts:
+            if self.complete:
+                return b""
+            await self._wait()
+            if self._nudged and not self._parts:
+                self._nudged = False
+                return None
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self._buffered > HIGH_WATER and self._connection is not None:
+            self._connection.resume()
+        self._buffered = 0
+        return data
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    @property
+    def unread(self) -> bool:
+        """Whether body bytes have come that were not read yet."""
+        return bool(self._parts)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the relay is waiting for the worker now (and not for its client)."""
+        return self._waiter is not None
+
+    def nudge(self) -> None:
+        """Let a waiting relay look up: its `head` returns 0, its `read` None."""
+        if self._waiter is not None and not self._waiter.done():
+            self._nudged = True
+            self._waiter.set_result(None)
+
+    def interrupt(self, cause: str) -> None:
+        """End the exchange from this side: close its connection and make the pending read raise Interrupted(cause)."""
+        if not self.complete and self._failure is None:
+            self._fail(Interrupted(cause))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection; one that is in the middle of a response is closed, so that the worker stops working."""
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.exchange is self:
+            connection.abandon()
+
+    # --- the connection's side ---
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(failure)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker; serves one exchange at a time and returns to its pool after each."""
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.exchange: Exchange | None = None
+        self.transport: asyncio.Transport | None = None
+        self.parser = httptools.HttpResponseParser(self)
+        self.idle_since = 0.0
+        self.used = False
+        self.answered = False
+        self._paused = False
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._done = False
+        self._keep_alive = False
+
+    def start(self, head: bytes, body: bytes) -> Exchange:
+        """Send a request; the connection must be idle."""
+        exchange = self.exchange = Exchange(self)
+        self.answered = False
+        self._headers = []
+        transport = self.transport
+        assert transport is not None
+        transport.write(head)
+        if body:
+            transport.write(body)
+        return exchange
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.pool.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        if exchange is None:  # bytes on an idle connection belong to nobody
+            self._drop()
+            return
+        self.answered = True
+        self.pool.heard_at = self.pool.loop.time()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(UpstreamError("protocol", "the worker switched protocols", answered=True))
+            return
+        except httptools.HttpParserError as error:
+            self._fail(UpstreamError("protocol", f"the worker's response is not valid HTTP: {error}", answered=True))
+            return
+        if self._body:
+            exchange._parts += self._body
+            exchange._buffered += len(data)
+            self._body = []
+            if exchange._buffered > HIGH_WATER and not self._done:
+                self._pause()
+        if self._done:
+            self._finish()
+        waiter = exchange._waiter
+        if waiter is not None and not waiter.done() and (exchange._parts or exchange.complete or exchange.status):
+            waiter.set_result(None)
+
+    # httptools callbacks
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, exchange = self.parser, self.exchange
+        assert exchange is not None
+        status = parser.get_status_code()
+        if status < 200:  # 100 Continue and its kind precede the response
+            self._headers = []
+            return
+        exchange.status = status
+        exchange.headers = self._headers
+        self._keep_alive = parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.exchange is not None and self.exchange.status:
+            self._done = True
+
+    def _finish(self) -> None:
+        exchange, self.exchange = self.exchange, None
+        self._done = False
+        if exchange is not None:
+            exchange.complete = True
+            exchange._connection = None
+        if self._keep_alive:
+            self.resume()
+            self.used = True
+            self.pool.give_back(self)
+        else:
+            self._drop()
+
+    def eof_received(self) -> bool:
+        return False  # close our side as well
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pool.connections.discard(self)
+        self.pool.idle_discard(self)
+        self.transport = None
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if exchange.status and not self._length_known():
+            # A response without a length ends with its connection.
+            self._keep_alive = False
+            self._finish()
+            exchange._wake()
+            return
+        reason = str(exc) if exc else "the worker closed the connection"
+        self._fail(UpstreamError("closed", reason, answered=self.answered, stale=self.used and not self.answered))
+
+    def _length_known(self) -> bool:
+        return any(
+            name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()) for name, value in self._headers
+        )
+
+    def _fail(self, failure: UpstreamError) -> None:
+        exchange, self.exchange = self.exchange, None
+        self._drop()
+        if exchange is not None:
+            exchange._connection = None
+            exchange._fail(failure)
+
+    def abandon(self) -> None:
+        """The exchange let go in the middle: the only way to stop the worker is to close."""
+        self.exchange = None
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _pause(self) -> None:
+        if not self._paused and self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self.transport is not None:
+            self._paused = False
+            self.transport.resume_reading()
+
+
+class Pool:
+    """Keep-alive connections to one worker.
+
+    `idle_s` stays below the worker's own keep-alive (5 s for uvicorn, so for vLLM and SGLang): a connection that both
+    sides may close at the same moment is the classic source of 502s.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float = 2.0, idle_s: float = 4.0):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"not an http(s) URL: {url}")
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.host = parts.hostname
+        self.port = parts.port or (443 if self.tls else 80)
+        self.prefix = parts.path.rstrip("/").encode()
+        self.authority = parts.netloc.rpartition("@")[2].encode()
+        self.connect_timeout_s = connect_timeout_s
+        self.idle_s = idle_s
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[Connection] = set()
+        self.heard_at = 0.0  # loop time of the last byte from this worker
+        self._idle: deque[Connection] = deque()
+        self._clock: Callable[[], float] = self.loop.time
+
+    @property
+    def open_connections(self) -> int:
+        return len(self.connections)
+
+    @property
+    def active_connections(self) -> int:
+        """Connections with a response under way."""
+        return sum(1 for c in self.connections if c.exchange is not None)
+
+    def _pooled(self) -> Connection | None:
+        fresh_enough = self._clock() - self.idle_s
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport is None or connection.transport.is_closing():
+                continue
+            if connection.idle_since >= fresh_enough:
+                return connection
+            connection._drop()
+        return None
+
+    async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
+        """Send a request over a pooled or a new connection. Raises UpstreamError when none can be made."""
+        connection = None if fresh else self._pooled()
+        if connection is None:
+            connection = await self.connect()
+        return connection.start(head, body)
+
+    async def connect(self) -> Connection:
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                _, connection = await self.loop.create_connection(
+                    lambda: Connection(self),
+                    self.host,
+                    self.port,
+                    ssl=self.tls,
+                    server_hostname=self.host if self.tls else None,
+                )
+        except TimeoutError as error:
+            raise UpstreamError("connect", f"no connection to {self.host}:{self.port} within {self.connect_timeout_s:g} s") from error
+        except OSError as error:
+            raise UpstreamError("connect", f"cannot connect to {self.host}:{self.port}: {error}") from error
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        connection.idle_since = self._clock()
+        self._idle.append(connection)
+
+    def idle_discard(self, connection: Connection) -> None:
+        try:
+            self._idle.remove(connection)
+        except ValueError:
+            pass
+
+    def drop_stale(self) -> None:
+        """Close connections that lay idle too long (called once a second)."""
+        fresh_enough = self._clock() - self.idle_s
+        while self._idle and self._idle[0].idle_since < fresh_enough:
+            self._idle.popleft()._drop()
+
+    def interrupt_all(self, only_unanswered: bool = True) -> int:
+        """End what is under way here (the worker was declared down); returns how many exchanges that were."""
+        ended = 0
+        for connection in list(self.connections):
+            exchange = connection.exchange
+            if exchange is not None and not (only_unanswered and connection.answered):
+                exchange.interrupt("worker")
+                ended += 1
+        return ended
+
+    def close(self) -> None:
+        for connection in list(self.connections):
+            connection._drop()
+        self._idle.clear()

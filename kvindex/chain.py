@@ -1,0 +1,73 @@
+"""Canonical prompt bytes -> chain of cumulative block hashes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+BLOCK_BYTES = 512  # about 128 tokens of English or code
+
+
+@dataclass(slots=True)
+class BlockChain:
+    """A prompt's identity: one hash per full block, each standing for the whole prefix up to the block's end.
+
+    `hashes` are unsigned 64-bit; the list is shared with the state it came from and is never mutated. `length` is the canonical
+    stream's length in bytes, the incomplete last block included.
+    """
+
+    hashes: list[int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainState:
+    """A checkpoint in a canonical byte stream: everything needed to go on hashing from here.
+
+    Immutable: `extend` returns a new state and leaves the old one valid, so conversations may fork from any checkpoint.
+    """
+
+    block_bytes: int
+    parent: int = field(repr=False)  # the hash that the next block is chained to: the last block's, or the seed
+    hashes: list[int] = field(repr=False)
+    pending: bytes = field(repr=False)  # bytes after the last full block, fewer than block_bytes
+    length: int  # bytes of the whole stream
+
+    @classmethod
+    def start(cls, seed: int, block_bytes: int = BLOCK_BYTES) -> ChainState:
+        """The empty stream; `seed` (unsigned 64-bit) carries the identity's other parts, see `identity_seed`."""
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes must be at least 1, not {block_bytes}")
+        return cls(block_bytes, seed, [], b"", 0)
+
+    def extend(self, data: bytes) -> ChainState:
+        """The state after `data`; costs the new bytes plus one copy of the list of hashes."""
+        stream = self.pending + data if self.pending else data
+        size = self.block_bytes
+        full = len(stream) - len(stream) % size
+        length = self.length + len(data)
+        if not full:
+            return ChainState(size, self.parent, self.hashes, stream, length)
+        parent = self.parent
+        # iter_unpack cuts the blocks in C; slicing in the loop takes a third longer.
+        blocks = struct.iter_unpack(f"{size}s", memoryview(stream)[:full])
+        new = [parent := xxh3_64_intdigest(block, parent) for (block,) in blocks]
+        return ChainState(size, parent, self.hashes + new if self.hashes else new, stream[full:], length)
+
+    def chain(self) -> BlockChain:
+        """The chain of all full blocks so far."""
+        return BlockChain(self.hashes, self.length)
+
+
+def identity_seed(model: str, *parts: str) -> int:
+    """Seed for the chains of one identity: model and, in a fixed order, whatever else separates caches (LoRA, tenant salt).
+
+    Each part is prefixed by its length, so that ("a", "bc") and ("ab", "c") differ.
+    """
+    seed = 0
+    for part in (model, *parts):
+        text = part.encode("utf-8", "surrogatepass")
+        seed = xxh3_64_intdigest(len(text).to_bytes(8, "little") + text, seed)
+    return seed

@@ -1,0 +1,229 @@
+"""The router: one decision per request. Joins the index, the fleet, the sessions and a policy; pure logic, clock handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvindex.index import KVIndex
+from kvindex.routing_memory import RoutingMemory
+from kvindex.token_ratio import TokenRatio
+from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Worker
+from routing.policies import POLICIES, Congestion, Placement, Policy, Terms
+from routing.sessions import SessionTable
+from workers.profile import WorkerProfile
+
+# How much a second of decoding weighs against a second before the first token.
+DECODE_WEIGHT = {"latency": 1.0, "standard": 1.0, "throughput": 1.0}
+
+
+class NoWorker(Exception):
+    """No worker can take the request: none serves the model (`known` is false), or all that do are down."""
+
+    def __init__(self, model: str, known: bool):
+        super().__init__(f"no worker for model {model!r}")
+        self.model = model
+        self.known = known
+
+
+@dataclass(slots=True)
+class RouteRequest:
+    """What the router needs of a request. `length` is the prompt in the chain's units (bytes in text mode)."""
+
+    model: str
+    hashes: Sequence[int]
+    length: int
+    session: Hashable | None = None
+    tier: str = "standard"
+    max_output_tokens: int | None = None
+    streamed: bool = True
+
+
+@dataclass(slots=True)
+class Decision:
+    """Where a request goes and why. `reason`: home (its session's worker), moved (another one), prefix (a first turn where a
+    shared prefix is warm), cold (a first turn with nothing cached there)."""
+
+    request: RouteRequest
+    worker: Worker
+    reservation: Reservation
+    reason: str
+    policy: str
+    prompt_tokens: float
+    cached_tokens: float  # predicted
+    wait_s: float  # predicted
+    prefill_s: float  # predicted, own work
+    candidates: list[Terms]  # the chosen one first, each with the terms of its cost
+
+    def explain(self) -> dict[str, object]:
+        """The decision as plain data, for logs and people."""
+        rounded = {
+            terms.worker.id: {name: round(value, 6) for name, value in zip(Terms._fields[1:], terms[1:], strict=True)}
+            for terms in self.candidates
+        }
+        return {
+            "worker": self.worker.id, "reason": self.reason, "policy": self.policy, "prompt_tokens": round(self.prompt_tokens),
+            "cached_tokens": round(self.cached_tokens), "candidates": rounded,
+        }  # fmt: skip
+
+
+class Router:
+    """Owns the fleet's state. `block_units` is the index block in the chain's units (bytes in text mode)."""
+
+    def __init__(
+        self,
+        index: KVIndex,
+        memory: RoutingMemory,
+        *,
+        block_units: int = 512,
+        policy: str = "warm",
+        sessions: SessionTable | None = None,
+    ):
+        self.index = index
+        self.memory = memory
+        self.block_units = block_units
+        self.sessions = sessions if sessions is not None else SessionTable()
+        self.tokens = TokenRatio()
+        self.congestion = Congestion()
+        self.workers: dict[str, Worker] = {}
+        self._serving: dict[str, list[Worker]] = {}  # model -> workers, up or not
+        self.policy: Policy = POLICIES[policy]()
+
+    # --- the fleet ---
+
+    def add_worker(self, worker_id: str, models: Collection[str], profile: WorkerProfile | None = None) -> Worker:
+        """Add a worker, or take over what was learned of one: the models it serves and its engine configuration."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            worker = self.workers[worker_id] = Worker(worker_id, profile or WorkerProfile())
+        elif profile is not None and profile != worker.profile:
+            worker.reconfigure(profile)
+        for serving in self._serving.values():
+            if worker in serving:
+                serving.remove(worker)
+        for model in models:
+            self._serving.setdefault(model, []).append(worker)
+        self._size_memory(worker)
+        return worker
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker altogether."""
+        worker = self.workers.pop(worker_id)
+        for serving in self._serving.values():
+            if worker in serving:
+                serving.remove(worker)
+        self.lost_cache(worker)
+
+    def lost_cache(self, worker: Worker) -> None:
+        """The worker died or restarted: nothing is cached there, and its sessions have no home."""
+        self.memory.forget(worker.id)
+        self.sessions.forget_home(worker)
+
+    @property
+    def models(self) -> list[str]:
+        """Models that some worker serves, in order of appearance."""
+        return [model for model, serving in self._serving.items() if serving]
+
+    def serving(self, model: str) -> Sequence[Worker]:
+        """The workers of a model, up or not."""
+        return self._serving.get(model, ())
+
+    def use_policy(self, name: str) -> None:
+        """Switch the policy and forget what was routed, so that what follows starts cold. Raises KeyError."""
+        policy = POLICIES[name]()
+        for worker in self.workers.values():
+            self.memory.forget(worker.id)
+        self.sessions.clear()
+        self.congestion = Congestion()
+        self.policy = policy
+
+    def _size_memory(self, worker: Worker) -> None:
+        ratio = self.tokens.of(worker.profile.model or "")
+        blocks = int(worker.profile.kv_capacity_tokens * ratio / self.block_units)
+        self.memory.set_capacity(worker.id, max(1, blocks))
+
+    # --- decisions ---
+
+    def decide(self, request: RouteRequest, now: float, exclude: Collection[Worker] = ()) -> Decision:
+        """Choose a worker and reserve it. Raises NoWorker. The caller releases `Decision.reservation` on every exit path."""
+        serving = self._serving.get(request.model)
+        if not serving:
+            raise NoWorker(request.model, known=False)
+        candidates = [worker for worker in serving if worker.up and worker not in exclude]
+        if not candidates:
+            raise NoWorker(request.model, known=True)
+        hashes = request.hashes
+        matches = self.index.match(hashes) if hashes else {}
+        ratio = self.tokens.of(request.model)
+        tokens_per_block = self.block_units / ratio
+        total = max(1.0, request.length / ratio)
+        cached = {worker_id: min(blocks * tokens_per_block, total) for worker_id, blocks in matches.items()}
+        longest = max(matches.values(), default=0)
+        session = self.sessions.find(request.session, hashes, longest, now)
+        home = session.home if session is not None else None
+        output = min(request.max_output_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
+        placement = Placement(
+            total, cached, session, self.sessions, output, DECODE_WEIGHT.get(request.tier, 1.0), self.congestion, now
+        )  # fmt: skip
+        ranked = self.policy.rank(placement, candidates)
+        worker = ranked[0].worker
+        held = cached.get(worker.id, 0.0)
+        if home is not None:
+            reason = "home" if worker is home else "moved"
+        else:
+            reason = "prefix" if held else "cold"
+        wait = worker.wait_s(now)
+        prefill = worker.prefill_s(total - held, total)
+        self.congestion.add(prefill, now)
+        reservation = Reservation(worker, prefill, total, request.streamed, now)
+        if session is not None:
+            self.sessions.placed(session, worker, hashes, total)
+            # the chain counts as held from now on, so that siblings in a burst go together
+            self.memory.record(worker.id, session.key, hashes, now)
+        return Decision(request, worker, reservation, reason, self.policy.name, total, held, wait, prefill, ranked)
+
+    # --- what came of them ---
+
+    def learn(
+        self,
+        decision: Decision,
+        *,
+        prompt_tokens: int | None,
+        cached_tokens: int | None,
+        ttft_s: float | None,
+    ) -> None:
+        """Correct the estimates by what the engine reported (tokens) and what was seen (time to first token of a stream)."""
+        request, worker = decision.request, decision.worker
+        if prompt_tokens:
+            if self.tokens.observe(request.model, request.length, prompt_tokens):
+                for other in self.serving(request.model):
+                    self._size_memory(other)
+        total = float(prompt_tokens or decision.prompt_tokens)
+        cached = decision.cached_tokens if cached_tokens is None else float(cached_tokens)
+        if ttft_s is not None:
+            own = worker.prefill_s(max(total - cached, 1.0), total)
+            # a long wait says more of those ahead than of this request's own prefill
+            if decision.wait_s <= own:
+                worker.observe_prefill(ttft_s, decision.wait_s + own)
+        if cached_tokens is not None and decision.reason == "home":
+            missing = decision.cached_tokens - cached_tokens
+            # the engine's blocks and ours do not end at the same tokens: one block of each is no error
+            if missing > 2 * self.block_units / self.tokens.of(request.model) + worker.profile.block_size:
+                self._trim(decision, cached_tokens)
+
+    def _trim(self, decision: Decision, cached_tokens: int) -> None:
+        blocks = int(cached_tokens * self.tokens.of(decision.request.model) / self.block_units)
+        self.memory.trim(decision.worker.id, blocks)
+
+    def load(self) -> Mapping[str, dict[str, float]]:
+        """Each worker's state in plain numbers, for `/admin/workers` and metrics."""
+        return {
+            worker.id: {
+                "up": float(worker.up), "prefilling": float(len(worker.prefilling)), "decoding": float(worker.decoding),
+                "pending_prefill_s": worker.pending_s, "active_tokens": worker.active_tokens,
+                "live_sessions": float(worker.live_sessions), "working_set_tokens": worker.working_set,
+                "prefill_scale": worker.prefill_scale, "decode_scale": worker.decode_scale,
+                "memory_blocks": float(self.memory.used_blocks(worker.id)),
+            }
+            for worker in self.workers.values()
+        }  # fmt: skip

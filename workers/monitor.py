@@ -1,0 +1,212 @@
+"""Watches the workers: health probes, model discovery and load from each engine's own /metrics.
+
+A worker is down at once when it refuses a connection, and after `failures` probes in a row that time out; it is up again
+after one good probe. What follows from a change is the caller's business (`on_change`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from workers.profile import WorkerProfile
+
+logger = logging.getLogger("warmroute.monitor")
+
+# Engine -> (running, waiting, KV use) metric names.
+LOAD_METRICS = {
+    "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+}
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{([^}]*)\})?\s+([^\s]+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """A worker to watch."""
+
+    id: str
+    url: str
+    profile: WorkerProfile
+    api_key: str | None = None
+    models: list[str] = field(default_factory=list)
+    up: bool = False
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_use: float = 0.0
+    probe_s: float = 0.0  # round trip of the last good probe
+    max_model_len: int | None = None
+    failures: int = 0
+    stated: frozenset[str] = frozenset()  # profile fields that the configuration gave: discovery leaves them alone
+    heard: Callable[[], float] = lambda: 0.0  # loop time of the last byte of an answer: a busy worker may be slow to a probe
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def parse_samples(text: str) -> dict[str, float]:
+    """Prometheus text -> sample name -> sum over its label sets (an engine has one per data-parallel rank)."""
+    values: dict[str, float] = {}
+    for name, _, value in _SAMPLE.findall(text):
+        try:
+            values[name] = values.get(name, 0.0) + float(value)
+        except ValueError:
+            continue
+    return values
+
+
+def kv_capacity(text: str) -> tuple[int | None, int | None]:
+    """(KV capacity in tokens, block size) as an engine's metrics tell them; None where they do not."""
+    tokens: int | None = None
+    block_size: int | None = None
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == "vllm:cache_config_info":
+            found = dict(_LABEL.findall(labels))
+            if found.get("block_size", "").isdigit() and found.get("num_gpu_blocks", "").isdigit():
+                block_size = int(found["block_size"])
+                tokens = (tokens or 0) + block_size * int(found["num_gpu_blocks"])
+        elif name == "sglang:max_total_num_tokens":
+            tokens = (tokens or 0) + int(float(value))
+    return tokens or None, block_size
+
+
+class Monitor:
+    """Probes every endpoint each `interval_s`. `on_change(endpoint, what)` with what in up, down, discovered, load."""
+
+    def __init__(
+        self,
+        endpoints: list[Endpoint],
+        on_change: Callable[[Endpoint, str], Awaitable[None] | None],
+        *,
+        interval_s: float = 0.5,
+        timeout_s: float = 2.0,
+        failures: int = 3,
+        scrape_s: float = 2.0,
+    ):
+        self.endpoints = endpoints
+        self.on_change = on_change
+        self.interval_s = interval_s
+        self.timeout_s = timeout_s
+        self.failures = failures
+        self.scrape_s = scrape_s
+        self._client: httpx.AsyncClient | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Probe every worker once, so that what answers is known before the first request, then go on in the background."""
+        limits = httpx.Limits(max_keepalive_connections=0)  # a probe on a kept connection would not notice a closed port
+        self._client = httpx.AsyncClient(timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
+        await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints))
+        for endpoint in self.endpoints:
+            self._tasks[endpoint.id] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint.id}")
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        until_scrape = 0.0
+        while True:
+            await asyncio.sleep(self.interval_s)
+            try:
+                await self.check(endpoint)
+                until_scrape -= self.interval_s
+                if endpoint.up and until_scrape <= 0:
+                    until_scrape = self.scrape_s
+                    await self._scrape(endpoint)
+            except Exception:
+                logger.exception("probe of worker %s failed unexpectedly", endpoint.id)
+
+    async def check(self, endpoint: Endpoint) -> bool:
+        """Probe once and act on the answer; true when the worker is healthy."""
+        async with endpoint.checking:
+            return await self._check(endpoint)
+
+    async def _check(self, endpoint: Endpoint) -> bool:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            response = await self._get(endpoint, "/health")
+            healthy, refused, why = response.status_code == 200, False, f"/health answered {response.status_code}"
+        except httpx.ConnectError as error:
+            healthy, refused, why = False, True, f"connection refused: {error}"
+        except httpx.HTTPError as error:
+            healthy, refused, why = False, False, f"no answer to /health: {type(error).__name__}"
+        if healthy:
+            endpoint.failures = 0
+            endpoint.probe_s = loop.time() - started
+            if not endpoint.up:
+                await self._discover(endpoint)
+                endpoint.up = True
+                logger.info("worker %s is up (models: %s)", endpoint.id, ", ".join(endpoint.models) or "none")
+                await self._tell(endpoint, "up")
+            return True
+        endpoint.failures += 1
+        silent_s = loop.time() - endpoint.heard()
+        if refused or (endpoint.failures >= self.failures and silent_s > self.failures * self.timeout_s):
+            await self.mark_down(endpoint, why)
+        return False
+
+    async def mark_down(self, endpoint: Endpoint, why: str) -> None:
+        """Take a worker out until a probe succeeds again."""
+        if endpoint.up:
+            endpoint.up = False
+            logger.warning("worker %s is down: %s", endpoint.id, why)
+            await self._tell(endpoint, "down")
+
+    async def _get(self, endpoint: Endpoint, path: str) -> httpx.Response:
+        assert self._client is not None
+        headers = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        return await self._client.get(endpoint.url + path, headers=headers)
+
+    async def _discover(self, endpoint: Endpoint) -> None:
+        """Ask a worker that came up what it serves. What cannot be read is left as configured."""
+        try:
+            response = await self._get(endpoint, "/v1/models")
+            entries = [entry for entry in response.json().get("data", []) if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        except (httpx.HTTPError, ValueError, AttributeError):
+            entries = []
+        if entries:
+            endpoint.models = [entry["id"] for entry in entries]
+            lengths = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
+            endpoint.max_model_len = max(lengths, default=None)
+        elif endpoint.profile.model:
+            endpoint.models = [endpoint.profile.model]
+        await self._scrape(endpoint, discover=True)
+
+    async def _scrape(self, endpoint: Endpoint, discover: bool = False) -> None:
+        try:
+            response = await self._get(endpoint, "/metrics")
+        except httpx.HTTPError:
+            return
+        if response.status_code != 200:
+            return
+        text = response.text
+        samples = parse_samples(text)
+        for engine, (running, waiting, kv_use) in LOAD_METRICS.items():
+            if running in samples:
+                endpoint.running = samples[running]
+                endpoint.waiting = samples.get(waiting, 0.0)
+                endpoint.kv_use = samples.get(kv_use, 0.0)
+                if endpoint.profile.engine == "auto":
+                    endpoint.profile = endpoint.profile.model_copy(update={"engine": engine})
+        if discover:
+            tokens, block_size = kv_capacity(text)
+            found = {"kv_capacity_tokens": tokens, "block_size": block_size, "model": endpoint.models[0] if endpoint.models else None}
+            update = {name: value for name, value in found.items() if value and name not in endpoint.stated}
+            endpoint.profile = endpoint.profile.model_copy(update=update)
+            await self._tell(endpoint, "discovered")
+        else:
+            await self._tell(endpoint, "load")
+
+    async def _tell(self, endpoint: Endpoint, what: str) -> None:
+        result = self.on_change(endpoint, what)
+        if result is not None:
+            await result
