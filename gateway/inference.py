@@ -402,45 +402,60 @@ class Inference:
 
     async def _relay_stream(self, relay: Relay, decision: Decision, exchange: Exchange) -> None:
         """Server-sent events: passed on as they come, one write per read; scanned, not parsed, except for usage."""
-        dialect, send, usage = relay.dialect, relay.send, relay.usage
-        itl = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl
+        connection, send = relay.connection, relay.send
         held = b""  # a preamble without content, kept back so that another worker can still take over
-        begun = False
         carry = b""  # an event of which only a part has come, where it may hold usage
-        while True:
+        while not held or (len(held) < _BUFFER_LIMIT and not _content_begun(relay.dialect, held)):
             data = await exchange.read()
             if data is None:
                 await self._keepalive(relay, decision)
                 continue
-            now = clock()
             if not data:
                 break
-            if b'_tokens"' in data or carry:
+            held += data
+        now = relay.first_at = relay.last_at = clock()
+        decision.reservation.first_token(now)
+        if b'_tokens"' in held:
+            held, carry = self._usage_events(relay, held)
+        await self._start_stream(relay, decision, exchange)
+        relay.content_sent = True
+        relay.output_events = 1
+        await send({"type": "http.response.body", "body": held, "more_body": True})
+
+        observe_gap = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl.observe
+        unsent: list[bytes] = []
+
+        def deliver(data: bytes, framed: bytes | None) -> bool:
+            # called for every read of a stream: nothing here may wait
+            nonlocal carry
+            now = clock()
+            observe_gap(now - relay.last_at)
+            relay.last_at = now
+            relay.output_events += 1
+            if carry or b'_tokens"' in data:
                 data, carry = self._usage_events(relay, carry + data)
                 if not data:
-                    continue
-            if begun:
-                itl.observe(now - relay.last_at)
-                relay.last_at = now
-                relay.output_events += 1
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                continue
-            held += data
-            if len(held) < _BUFFER_LIMIT and not _content_begun(dialect, held):
-                continue
-            begun = True
-            decision.reservation.first_token(now)
-            relay.first_at = relay.last_at = now
-            relay.output_events = 1
-            await self._start_stream(relay, decision, exchange)
-            relay.content_sent = True
-            await send({"type": "http.response.body", "body": held, "more_body": True})
-        await self._start_stream(relay, decision, exchange)
-        rest = carry if begun else held + carry
-        if rest:
-            scan_usage(rest, usage)
-        relay.content_sent = True
-        await send({"type": "http.response.body", "body": rest})
+                    return True
+                framed = None
+            if connection is None:
+                unsent.append(data)
+                return False
+            return connection.write_chunk(framed or b"%x\r\n%b\r\n" % (len(data), data))  # type: ignore[no-any-return]
+
+        while True:
+            if data := exchange.take():
+                deliver(data, None)
+            if unsent:
+                await send({"type": "http.response.body", "body": b"".join(unsent), "more_body": True})
+                unsent.clear()
+            elif connection is not None:
+                await connection.drained()
+            if exchange.complete and not exchange.unread:
+                break
+            if await exchange.pipe(deliver):
+                await self._keepalive(relay, decision)
+        scan_usage(carry, relay.usage)
+        await send({"type": "http.response.body", "body": carry})
 
     def _usage_events(self, relay: Relay, data: bytes) -> tuple[bytes, bytes]:
         """Take usage out of the complete events in `data`; returns what to pass on now and the incomplete rest.

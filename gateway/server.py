@@ -16,6 +16,33 @@ from gateway.config import Listen
 logger = logging.getLogger("warmroute.server")
 
 
+class _OneWrite:
+    """A client transport on which a response's head waits for its first body bytes: one system call instead of two."""
+
+    __slots__ = ("_head", "_transport", "write_out")
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+        self._head = b""
+        self.write_out = transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n") and not data.startswith(b"HTTP/1.1 100"):
+            self._head = data
+            return
+        self.write_out(data)
+
+    def close(self) -> None:
+        if self._head:
+            self.write(b"")
+        self._transport.close()
+
+
 def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
     """uvicorn's httptools protocol with this gateway's limits."""
     max_head = int(listen.max_header_kb * 1024)
@@ -31,6 +58,7 @@ def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
             super().connection_made(transport)  # type: ignore[arg-type]
+            self.transport = _OneWrite(self.transport)  # type: ignore[assignment]
             self.receiving_since = self.loop.time()
 
         def data_received(self, data: bytes) -> None:
@@ -62,6 +90,19 @@ def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
             on_lost, self.on_lost = self.on_lost, None
             if on_lost is not None:
                 on_lost()
+
+        def write_chunk(self, framed: bytes) -> bool:
+            """Send body bytes that are already framed as chunks, past ASGI: for a chunked response that has started.
+
+            False when the client is slower than the worker: await `drained` before more.
+            """
+            if not self.cycle.disconnected:
+                self.transport.write_out(framed)  # type: ignore[attr-defined]
+            return not self.flow.write_paused
+
+        async def drained(self) -> None:
+            """Wait until the client has taken most of what was written (or is gone)."""
+            await self.flow.drain()
 
         def is_overdue(self, now: float) -> bool:
             """Whether this client takes too long in all to send a request (an inactivity limit would not stop a slow drip)."""

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 HIGH_WATER = 256 * 1024
+_JOIN_BELOW = 64 * 1024  # bytes that cost less to copy than to hand over separately
 
 
 class UpstreamError(Exception):
@@ -43,7 +44,9 @@ class Interrupted(Exception):
 class Exchange:
     """One request on one connection: status and headers, then body pieces as they arrive."""
 
-    __slots__ = ("_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_waiter", "complete", "headers", "status")
+    __slots__ = (
+        "_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_sink", "_waiter", "complete", "headers", "status",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection):
         self._connection: Connection | None = connection
@@ -53,6 +56,7 @@ class Exchange:
         self._failure: Exception | None = None
         self._loop = connection.pool.loop
         self._nudged = False
+        self._sink: Callable[[bytes, bytes | None], bool] | None = None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
@@ -77,13 +81,33 @@ class Exchange:
             if self._nudged and not self._parts:
                 self._nudged = False
                 return None
+        return self.take()
+
+    def take(self) -> bytes:
+        """The body bytes that have come and were not read yet; b"" where there are none."""
         parts = self._parts
+        if not parts:
+            return b""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         if self._buffered > HIGH_WATER and self._connection is not None:
             self._connection.resume()
         self._buffered = 0
         return data
+
+    async def pipe(self, sink: Callable[[bytes, bytes | None], bool]) -> bool:
+        """Hand body bytes to `sink(data, framed)` as they arrive, without a task switch for each. `take` what is unread first.
+
+        `framed` is the data as the worker framed it (whole HTTP chunks), or None where it did not come in that form. Ends when
+        the body ends, when `sink` returns False, or after a nudge; true in the last case. Raises UpstreamError or Interrupted.
+        """
+        self._sink = sink
+        try:
+            await self._wait()
+            return self._nudged
+        finally:
+            self._sink = None
+            self._nudged = False
 
     async def _wait(self) -> None:
         if self._failure is not None:
@@ -124,6 +148,10 @@ class Exchange:
 
     # --- the connection's side ---
 
+    def _stop_piping(self) -> None:
+        self._sink = None
+        self._wake()
+
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -151,18 +179,21 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._done = False
+        self._between_chunks = False
         self._keep_alive = False
 
     def start(self, head: bytes, body: bytes) -> Exchange:
         """Send a request; the connection must be idle."""
         exchange = self.exchange = Exchange(self)
         self.answered = False
+        self._between_chunks = False
         self._headers = []
         transport = self.transport
         assert transport is not None
-        transport.write(head)
-        if body:
-            transport.write(body)
+        if len(body) < _JOIN_BELOW:
+            transport.write(head + body)
+        else:
+            transport.writelines((head, body))
         return exchange
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -176,6 +207,19 @@ class Connection(asyncio.Protocol):
             return
         self.answered = True
         self.pool.heard_at = self.pool.loop.time()
+        sink = exchange._sink
+        if sink is not None and self._between_chunks:
+            # The common read of a stream is exactly one HTTP chunk: it needs no parser, and can be passed on as it is.
+            line_end = data.find(b"\r\n")
+            if 0 < line_end < 9 and data.endswith(b"\r\n"):
+                try:
+                    size = int(data[:line_end], 16)
+                except ValueError:
+                    size = -1
+                if size > 0 and size + line_end + 4 == len(data):
+                    if not sink(data[line_end + 2 : -2], data):
+                        exchange._stop_piping()
+                    return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -183,6 +227,11 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             self._fail(UpstreamError("protocol", f"the worker's response is not valid HTTP: {error}", answered=True))
+            return
+        if self._body and sink is not None and not self._done:
+            body, self._body = b"".join(self._body), []
+            if not sink(body, None):
+                exchange._stop_piping()
             return
         if self._body:
             exchange._parts += self._body
@@ -192,9 +241,8 @@ class Connection(asyncio.Protocol):
                 self._pause()
         if self._done:
             self._finish()
-        waiter = exchange._waiter
-        if waiter is not None and not waiter.done() and (exchange._parts or exchange.complete or exchange.status):
-            waiter.set_result(None)
+        if exchange._parts or exchange.complete or exchange.status:
+            exchange._wake()
 
     # httptools callbacks
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -210,6 +258,12 @@ class Connection(asyncio.Protocol):
         exchange.status = status
         exchange.headers = self._headers
         self._keep_alive = parser.should_keep_alive()
+
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = True
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)

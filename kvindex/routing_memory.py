@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from kvindex.index import KVIndex
 
@@ -49,7 +49,7 @@ class RoutingMemory:
         memory = self._workers.get(worker)
         return memory.used if memory else 0
 
-    def record(self, worker: str, session: str, hashes: Sequence[int], now: float) -> None:
+    def record(self, worker: str, session: Hashable, hashes: Sequence[int], now: float) -> None:
         """The request with this chain went to this worker at `now` (seconds, never decreasing).
 
         Costs what is new in the chain. Of a chain longer than the capacity only the beginning is kept. Raises KeyError for a worker
@@ -65,7 +65,7 @@ class RoutingMemory:
             self._remove(worker, memory.evict_over_capacity())
             self._index.store(worker, hashes[held:end])
 
-    def trim(self, worker: str, session: str, blocks: int) -> None:
+    def trim(self, worker: str, session: Hashable, blocks: int) -> None:
         """The worker reported that it held only `blocks` leading blocks of the session's last chain before it ran that request.
 
         It evicts earlier than assumed, so its capacity estimate is lowered a little, but never below that chain, which it holds now.
@@ -117,7 +117,7 @@ class _Strand:
         self.blocks = blocks
         self.parent = parent  # the strand that ends where this one starts
         self.children = 0  # strands that start where this one ends
-        self.session: str | None = None  # the last session whose chain ends here
+        self.session: Hashable | None = None  # the last session whose chain ends here
         self.used_at = 0.0
 
     @property
@@ -132,11 +132,11 @@ class _WorkerMemory:
         self.configured = capacity
         self.capacity = capacity
         self.used = 0  # blocks in all strands
-        self.sessions: dict[str, _Strand] = {}  # where the session's last chain ends, as long as that is held
+        self.sessions: dict[Hashable, _Strand] = {}  # where the session's last chain ends, as long as that is held
         self._by_first: dict[int, _Strand] = {}  # a strand's first block -> the strand
         self._lru: OrderedDict[_Strand, None] = OrderedDict()  # oldest first; a strand is newer than its descendants
 
-    def record(self, session: str, hashes: Sequence[int], end: int, now: float) -> int:
+    def record(self, session: Hashable, hashes: Sequence[int], end: int, now: float) -> int:
         """Hold the chain's first `end` blocks; returns how many of them were held before."""
         strand = self._deepest(session, hashes, end)
         held = strand.end if strand else 0
@@ -175,7 +175,7 @@ class _WorkerMemory:
             strand.parent.children -= 1
         return strand.blocks
 
-    def _deepest(self, session: str, hashes: Sequence[int], end: int) -> _Strand | None:
+    def _deepest(self, session: Hashable, hashes: Sequence[int], end: int) -> _Strand | None:
         """The strand that ends with the last held block of the chain's first `end`; splits one where the chain leaves it."""
         strand = self.sessions.get(session)
         if strand and (strand.end > end or hashes[strand.end - 1] != strand.blocks[-1]):
@@ -226,7 +226,7 @@ class _WorkerMemory:
         del self._by_first[strand.blocks[0]]
         self._name(strand, None)
 
-    def _name(self, strand: _Strand, session: str | None) -> None:
+    def _name(self, strand: _Strand, session: Hashable | None) -> None:
         """The session's last chain ends with this strand. One strand, one session: the map cannot outgrow the tree."""
         if strand.session == session:
             return

@@ -10,7 +10,7 @@ from kvindex.routing_memory import RoutingMemory
 from kvindex.token_ratio import TokenRatio
 from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Worker
 from routing.policies import POLICIES, Congestion, Placement, Policy, Terms
-from routing.sessions import SessionTable
+from routing.sessions import Session, SessionTable
 from workers.profile import WorkerProfile
 
 # How much a second of decoding weighs against a second before the first token.
@@ -46,6 +46,7 @@ class Decision:
 
     request: RouteRequest
     worker: Worker
+    session: Session | None
     reservation: Reservation
     reason: str
     policy: str
@@ -180,7 +181,7 @@ class Router:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
             self.memory.record(worker.id, session.key, hashes, now)
-        return Decision(request, worker, reservation, reason, self.policy.name, total, held, wait, prefill, ranked)
+        return Decision(request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, ranked)
 
     # --- what came of them ---
 
@@ -212,8 +213,9 @@ class Router:
                 self._trim(decision, cached_tokens)
 
     def _trim(self, decision: Decision, cached_tokens: int) -> None:
-        blocks = int(cached_tokens * self.tokens.of(decision.request.model) / self.block_units)
-        self.memory.trim(decision.worker.id, blocks)
+        if decision.session is not None:
+            blocks = int(cached_tokens * self.tokens.of(decision.request.model) / self.block_units)
+            self.memory.trim(decision.worker.id, decision.session.key, blocks)
 
     def load(self) -> Mapping[str, dict[str, float]]:
         """Each worker's state in plain numbers, for `/admin/workers` and metrics."""
