@@ -52,7 +52,7 @@ class Fleet:
         if key:
             self._authorization[worker.id] = b"authorization: Bearer " + key.encode() + b"\r\n"
         models = [worker.model] if worker.model else []
-        self.router.add_worker(worker.id, models, endpoint.profile).up = False
+        self.router.set_up(self.router.add_worker(worker.id, models, endpoint.profile), False)
 
     async def start(self) -> None:
         upstream = self.config.upstream
@@ -72,10 +72,9 @@ class Fleet:
         if what == "discovered":
             self.router.add_worker(endpoint.id, endpoint.models, endpoint.profile)
         elif what == "up":
-            worker.network_s = 0.0
-            worker.up = True
+            self.router.set_up(worker, True)
         elif what == "down":
-            worker.up = False
+            self.router.set_up(worker, False)
             # whatever it answers when it is back, it may have lost its cache
             self.router.lost_cache(worker)
             ended = self.pools[endpoint.id].interrupt_all()
@@ -84,6 +83,9 @@ class Fleet:
         elif what == "load":
             worker.scraped_running, worker.scraped_waiting = endpoint.running, endpoint.waiting
             worker.scraped_kv_use = endpoint.kv_use
+            pool = self.pools[endpoint.id]
+            if pool.connections:
+                worker.network_s = pool.rtt_s
 
     def suspect(self, worker_id: str, why: str, *, refused: bool) -> None:
         """A request failed there: out at once where it refused a connection, probed at once otherwise."""

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -21,7 +21,7 @@ from gateway.body import BodyReader, loads
 from gateway.config import Config
 from gateway.dialects import DIALECTS, SERVICE_TIERS, TIERS, VOLATILE_PREFIX, BadRequest, Dialect, Usage, scan_usage
 from gateway.fleet import Fleet
-from gateway.metrics import Metrics
+from gateway.metrics import Histogram, Metrics
 from gateway.session_key import session_key
 from gateway.upstream import Exchange, Interrupted, UpstreamError
 from routing.fleet import Worker
@@ -36,9 +36,9 @@ Scope = dict[str, Any]
 _BUFFER_LIMIT = 1 << 20  # an answer that is not a stream is held up to this size, so that a failure in it can still be retried
 _USAGE_TAIL = 16 * 1024
 _EVENT_LIMIT = 1 << 20  # a longer server-sent event is passed on unseen
-_FORWARDED = (
+_FORWARDED = frozenset((
     b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta", b"x-session-id", b"endpoint-load-metrics-format",
-)  # fmt: skip
+))  # fmt: skip
 _DROPPED = frozenset((
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
     b"date", b"server", b"content-length", b"x-request-id",
@@ -75,8 +75,8 @@ class Relay:
     """One request on its way."""
 
     __slots__ = (
-        "connection", "content_sent", "dialect", "exchange", "first_at", "gone", "hide_usage", "last_at", "output_events", "request_id",
-        "send", "started", "started_at", "status", "streamed", "tier", "usage",
+        "connection", "content_sent", "dialect", "exchange", "first_at", "gone", "hide_usage", "itl", "last_at", "marks", "output_events",
+        "request_id", "send", "started", "started_at", "status", "streamed", "tier", "usage",
     )  # fmt: skip
 
     def __init__(self, dialect: Dialect, send: Any, connection: Any, started_at: float):
@@ -92,11 +92,29 @@ class Relay:
         self.hide_usage = False  # the usage event was asked for by the gateway, not by the client
         self.first_at = 0.0
         self.last_at = started_at
+        self.marks: list[float] = []  # when output events came, since `settle` was last called
+        self.itl: Histogram | None = None
         self.output_events = 0
         self.status = 0
         self.tier = "standard"
         self.request_id = b""
         self.usage = Usage()
+
+    def settle(self) -> bool:
+        """Turn the marks of the events that have come into gaps; whether there were any."""
+        marks = self.marks
+        if not marks:
+            return False
+        if self.itl is not None:
+            last = self.last_at
+            for at in marks:
+                if at > last:
+                    self.itl.observe(at - last)
+                    last = at
+        self.output_events += len(marks)
+        self.last_at = marks[-1]
+        marks.clear()
+        return True
 
     def client_left(self) -> None:
         """Called by the server when the client's connection is lost."""
@@ -117,7 +135,7 @@ class Inference:
         self.max_body = int(config.listen.max_body_mb * (1 << 20))
         self.active: set[Relay] = set()
         self._ids = itertools.count(1)
-        self._id_prefix = f"req_{os.urandom(4).hex()}"
+        self._id_prefix = b"req_" + os.urandom(4).hex().encode()
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -134,11 +152,14 @@ class Inference:
         connection = extensions.get("warmroute.connection")
         relay = Relay(dialect, send, connection, clock())
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        relay.request_id = given if _REQUEST_ID.fullmatch(given) else f"{self._id_prefix}{next(self._ids):x}".encode()
+        given = headers.get(b"x-request-id")
+        valid = given is not None and _REQUEST_ID.fullmatch(given)
+        relay.request_id = given if valid else b"%b%x" % (self._id_prefix, next(self._ids))  # type: ignore[assignment]
         watcher: asyncio.Task[None] | None = None
         try:
-            body = await self._read_body(receive, headers)
+            body = self._whole_body(connection, headers) if connection is not None else None
+            if body is None:
+                body = await self._read_body(receive, headers)
             if body is None:
                 return  # the client left before its request was complete
             if connection is not None:
@@ -168,6 +189,13 @@ class Inference:
 
     # --- reading ---
 
+    def _whole_body(self, connection: Any, headers: dict[bytes, bytes]) -> bytes | None:
+        """A body that came together with its head: nothing to wait for."""
+        if b"content-encoding" in headers:
+            return None
+        body: bytes | None = connection.take_body()
+        return body if body is None or len(body) <= self.max_body else _too_large(self.max_body)
+
     async def _read_body(self, receive: Any, headers: dict[bytes, bytes]) -> bytes | None:
         """The whole body, or None when the client left. Raises BadRequest for what cannot be read."""
         encoding = headers.get(b"content-encoding", b"identity")
@@ -176,7 +204,7 @@ class Inference:
         length = headers.get(b"content-length")
         limit = self.max_body
         if length is not None and length.isdigit() and int(length) > limit:
-            raise BadRequest(f"the body is larger than {limit >> 20} MiB (listen.max_body_mb)", status=413, code="request_too_large")
+            _too_large(limit)
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
@@ -191,7 +219,7 @@ class Inference:
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
-                raise BadRequest(f"the body is larger than {limit >> 20} MiB (listen.max_body_mb)", status=413, code="request_too_large")
+                _too_large(limit)
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
@@ -249,9 +277,8 @@ class Inference:
         if query := scope["query_string"]:
             path += b"?" + query
         extra = b"x-request-id: %b\r\n" % relay.request_id
-        for name in _FORWARDED:
-            if name in headers:
-                extra += b"%b: %b\r\n" % (name, headers[name])
+        for name in _FORWARDED & headers.keys():
+            extra += b"%b: %b\r\n" % (name, headers[name])
         if relay.streamed:
             self.active.add(relay)
 
@@ -276,7 +303,8 @@ class Inference:
             reason = (decision.policy, decision.reason)
             series.reasons[reason] = series.reasons.get(reason, 0) + 1
             series.queue.observe(decision.wait_s)
-            series.overhead.observe(clock() - relay.started_at) if not attempt else None
+            if not attempt:
+                series.overhead.observe(clock() - relay.started_at)
             head = self.fleet.request_head(worker.id, path, len(body), extra)
             try:
                 await self._attempt(relay, decision, head, body)
@@ -376,12 +404,17 @@ class Inference:
             await self._break_off(relay, decision, f"the worker answered {status}")
             return
         relay.status = status
-        relay.started = True
-        headers = self._response_headers(relay, decision, exchange)
-        headers.append((b"content-length", b"%d" % len(data)))
-        await relay.send({"type": "http.response.start", "status": status, "headers": headers})
-        relay.content_sent = True
-        await relay.send({"type": "http.response.body", "body": data})
+        await self._respond(relay, status, self._response_headers(relay, decision, exchange), data)
+
+    async def _respond(self, relay: Relay, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole response; its content-length is added here."""
+        relay.started = relay.content_sent = True
+        if relay.connection is not None:
+            relay.connection.respond(status, headers, body)
+        else:
+            headers.append((b"content-length", b"%d" % len(body)))
+            await relay.send({"type": "http.response.start", "status": status, "headers": headers})
+            await relay.send({"type": "http.response.body", "body": body})
 
     async def _relay_large(self, relay: Relay, decision: Decision, exchange: Exchange, held: bytes) -> None:
         headers = self._response_headers(relay, decision, exchange)
@@ -414,46 +447,53 @@ class Inference:
                 break
             held += data
         now = relay.first_at = relay.last_at = clock()
+        relay.marks.append(now)
         decision.reservation.first_token(now)
         if b'_tokens"' in held:
             held, carry = self._usage_events(relay, held)
         await self._start_stream(relay, decision, exchange)
         relay.content_sent = True
-        relay.output_events = 1
         await send({"type": "http.response.body", "body": held, "more_body": True})
 
-        observe_gap = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl.observe
+        relay.itl = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl
         unsent: list[bytes] = []
+        marks = relay.marks
+        mark = marks.append
+        if connection is not None:
+            write, flow = connection.chunk_writer(), connection.flow
+        else:
+            write, flow = unsent.append, None
 
-        def deliver(data: bytes, framed: bytes | None) -> bool:
-            # called for every read of a stream: nothing here may wait
+        def deliver(data: bytes, framed: bool) -> bool:
+            # called for every read of a stream, so as little as possible: the gaps are worked out later
             nonlocal carry
-            now = clock()
-            observe_gap(now - relay.last_at)
-            relay.last_at = now
-            relay.output_events += 1
+            mark(clock())
             if carry or b'_tokens"' in data:
-                data, carry = self._usage_events(relay, carry + data)
+                event = data[data.index(b"\r\n") + 2 : -2] if framed else data
+                data, carry = self._usage_events(relay, carry + event)
                 if not data:
                     return True
-                framed = None
-            if connection is None:
-                unsent.append(data)
+                framed = False
+            if flow is None:
+                write(data[data.index(b"\r\n") + 2 : -2] if framed else data)
                 return False
-            return connection.write_chunk(framed or b"%x\r\n%b\r\n" % (len(data), data))  # type: ignore[no-any-return]
+            write(data if framed else b"%x\r\n%b\r\n" % (len(data), data))
+            return not flow.write_paused
 
         while True:
             if data := exchange.take():
-                deliver(data, None)
+                deliver(data, False)
             if unsent:
                 await send({"type": "http.response.body", "body": b"".join(unsent), "more_body": True})
                 unsent.clear()
-            elif connection is not None:
-                await connection.drained()
+            elif flow is not None and flow.write_paused:
+                await flow.drain()
             if exchange.complete and not exchange.unread:
                 break
             if await exchange.pipe(deliver):
                 await self._keepalive(relay, decision)
+                if connection is not None:
+                    connection.chunk_writer()
         scan_usage(carry, relay.usage)
         await send({"type": "http.response.body", "body": carry})
 
@@ -502,12 +542,10 @@ class Inference:
             relay.connection.transport.close()
 
     async def _pass_on(self, relay: Relay, error: _WorkerError) -> None:
-        relay.started = True
         self._count_rejected(relay, error.status)
         headers = [(n, v) for n, v in error.headers if n not in _DROPPED]
-        headers += [(b"x-request-id", relay.request_id), (b"content-length", b"%d" % len(error.body))]
-        await relay.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await relay.send({"type": "http.response.body", "body": error.body})
+        headers.append((b"x-request-id", relay.request_id))
+        await self._respond(relay, error.status, headers, error.body)
 
     def _response_headers(self, relay: Relay, decision: Decision, exchange: Exchange | None) -> list[tuple[bytes, bytes]]:
         headers = [pair for pair in exchange.headers if pair[0] not in _DROPPED] if exchange is not None else []
@@ -537,18 +575,14 @@ class Inference:
                 relay.connection.transport.close()
             return
         body = dialect.error(status, message, code=code, param=param, request_id=relay.request_id.decode())
-        headers = [
-            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", relay.request_id),
-        ]  # fmt: skip
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", relay.request_id)]
         if retry_after_s is not None:
             headers += [(b"retry-after", b"%d" % max(1, round(retry_after_s))), (b"retry-after-ms", b"%d" % (retry_after_s * 1000))]
         elif status < 500:
             headers.append((b"x-should-retry", b"false"))
         if status in (413, 415):
             headers.append((b"connection", b"close"))  # the rest of the body is not read
-        relay.started = True
-        await relay.send({"type": "http.response.start", "status": status, "headers": headers})
-        await relay.send({"type": "http.response.body", "body": body})
+        await self._respond(relay, status, headers, body)
 
     # --- accounting ---
 
@@ -561,8 +595,9 @@ class Inference:
         now = clock()
         usage, request, worker = relay.usage, decision.request, decision.worker
         series = self.metrics.of(request.model, relay.tier, worker.id)
-        status = str(relay.status)
+        status = relay.status
         series.statuses[status] = series.statuses.get(status, 0) + 1
+        relay.settle()
         ttft = None
         if relay.first_at:
             ttft = relay.first_at - relay.started_at
@@ -594,6 +629,8 @@ class Inference:
             now = clock()
             for relay in list(self.active):
                 exchange = relay.exchange
+                if relay.settle() and exchange is not None:
+                    exchange.heard()
                 if exchange is None:
                     continue
                 silent_s = now - relay.last_at
@@ -605,6 +642,10 @@ class Inference:
                     relay.connection.transport.abort()
             for pool in self.fleet.pools.values():
                 pool.drop_stale()
+
+
+def _too_large(limit: int) -> NoReturn:
+    raise BadRequest(f"the body is larger than {limit / (1 << 20):g} MiB (listen.max_body_mb)", status=413, code="request_too_large")
 
 
 async def _watch(receive: Any, relay: Relay) -> None:

@@ -63,7 +63,7 @@ class Series:
         self.queue = Histogram(TTFT_BUCKETS)
         self.overhead = Histogram(OVERHEAD_BUCKETS)
         self.prediction_error = Histogram(ERROR_BUCKETS)
-        self.statuses: dict[str, int] = {}
+        self.statuses: dict[int, int] = {}
         self.reasons: dict[tuple[str, str], int] = {}
 
 
@@ -112,7 +112,7 @@ class Metrics(Collector):
         histograms = [(attr, HistogramMetricFamily(f"warmroute_{name}", text, labels=LABELS)) for attr, name, text in times]
         for labels, series in self.series.items():
             for status, count in series.statuses.items():
-                requests.add_metric((*labels, status), count)
+                requests.add_metric((*labels, str(status)), count)
             for (policy, reason), count in series.reasons.items():
                 decisions.add_metric((*labels, policy, reason), count)
             for name, family in counters:

@@ -9,38 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.config import Listen
+from gateway.outbox import BatchedTransport, outbox
 
 logger = logging.getLogger("warmroute.server")
 
 
-class _OneWrite:
-    """A client transport on which a response's head waits for its first body bytes: one system call instead of two."""
-
-    __slots__ = ("_head", "_transport", "write_out")
-
-    def __init__(self, transport: asyncio.Transport):
-        self._transport = transport
-        self._head = b""
-        self.write_out = transport.write
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n") and not data.startswith(b"HTTP/1.1 100"):
-            self._head = data
-            return
-        self.write_out(data)
-
-    def close(self) -> None:
-        if self._head:
-            self.write(b"")
-        self._transport.close()
+def _closing(length: int) -> bytes:
+    return b"content-length: %d\r\nconnection: close\r\n\r\n" % length
 
 
 def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
@@ -58,7 +36,7 @@ def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
             super().connection_made(transport)  # type: ignore[arg-type]
-            self.transport = _OneWrite(self.transport)  # type: ignore[assignment]
+            self.transport = BatchedTransport(self.transport, outbox())  # type: ignore[assignment]
             self.receiving_since = self.loop.time()
 
         def data_received(self, data: bytes) -> None:
@@ -91,14 +69,43 @@ def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
             if on_lost is not None:
                 on_lost()
 
-        def write_chunk(self, framed: bytes) -> bool:
-            """Send body bytes that are already framed as chunks, past ASGI: for a chunked response that has started.
+        def take_body(self) -> bytes | None:
+            """The request's body where all of it has come and no `receive` was called; None otherwise."""
+            cycle = self.cycle
+            if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
+                return None
+            body, cycle.body = bytes(cycle.body), bytearray()
+            cycle.message_event.clear()
+            self.flow.resume_reading()
+            return body
 
-            False when the client is slower than the worker: await `drained` before more.
-            """
-            if not self.cycle.disconnected:
-                self.transport.write_out(framed)  # type: ignore[attr-defined]
-            return not self.flow.write_paused
+        def respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+            """Send a whole response at once, past ASGI. Header names are lower case, and the length is added here."""
+            cycle = self.cycle
+            if cycle.disconnected or cycle.response_started:
+                return
+            lines = [STATUS_LINE[status]]
+            for name, value in cycle.default_headers:
+                lines += (name, b": ", value, b"\r\n")
+            for name, value in headers:
+                if name == b"connection":
+                    cycle.keep_alive = False  # the only value this gateway sends is "close"
+                else:
+                    lines += (name, b": ", value, b"\r\n")
+            lines.append(b"content-length: %d\r\n\r\n" % len(body) if cycle.keep_alive else _closing(len(body)))
+            lines.append(body)
+            cycle.response_started = cycle.response_complete = True
+            self.transport.write(b"".join(lines))
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                self.transport.close()
+            cycle.on_response()
+
+        def chunk_writer(self) -> Callable[[bytes], None]:
+            """For a chunked response that has started: a function that sends bytes which are framed as chunks, past ASGI."""
+            transport = self.transport
+            transport.flush()  # type: ignore[attr-defined]
+            return transport.write_now  # type: ignore[attr-defined,no-any-return]
 
         async def drained(self) -> None:
             """Wait until the client has taken most of what was written (or is gone)."""

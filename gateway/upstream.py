@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway.outbox import outbox
+
 HIGH_WATER = 256 * 1024
-_JOIN_BELOW = 64 * 1024  # bytes that cost less to copy than to hand over separately
 
 
 class UpstreamError(Exception):
@@ -45,7 +46,7 @@ class Exchange:
     """One request on one connection: status and headers, then body pieces as they arrive."""
 
     __slots__ = (
-        "_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_sink", "_waiter", "complete", "headers", "status",
+        "_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_waiter", "complete", "headers", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection):
@@ -56,7 +57,6 @@ class Exchange:
         self._failure: Exception | None = None
         self._loop = connection.pool.loop
         self._nudged = False
-        self._sink: Callable[[bytes, bytes | None], bool] | None = None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
@@ -95,18 +95,21 @@ class Exchange:
         self._buffered = 0
         return data
 
-    async def pipe(self, sink: Callable[[bytes, bytes | None], bool]) -> bool:
+    async def pipe(self, sink: Callable[[bytes, bool], bool]) -> bool:
         """Hand body bytes to `sink(data, framed)` as they arrive, without a task switch for each. `take` what is unread first.
 
-        `framed` is the data as the worker framed it (whole HTTP chunks), or None where it did not come in that form. Ends when
+        `framed` is true where `data` is one whole HTTP chunk, its size line and end included. Ends when
         the body ends, when `sink` returns False, or after a nudge; true in the last case. Raises UpstreamError or Interrupted.
         """
-        self._sink = sink
+        connection = self._connection
+        if connection is not None:
+            connection.sink = sink
         try:
             await self._wait()
             return self._nudged
         finally:
-            self._sink = None
+            if connection is not None:
+                connection.sink = None
             self._nudged = False
 
     async def _wait(self) -> None:
@@ -128,6 +131,11 @@ class Exchange:
         """Whether the relay is waiting for the worker now (and not for its client)."""
         return self._waiter is not None
 
+    def heard(self) -> None:
+        """Note that the worker is alive: what is piped is not looked at read by read."""
+        if self._connection is not None:
+            self._connection.pool.heard_at = self._loop.time()
+
     def nudge(self) -> None:
         """Let a waiting relay look up: its `head` returns 0, its `read` None."""
         if self._waiter is not None and not self._waiter.done():
@@ -148,10 +156,6 @@ class Exchange:
 
     # --- the connection's side ---
 
-    def _stop_piping(self) -> None:
-        self._sink = None
-        self._wake()
-
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -170,6 +174,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Pool):
         self.pool = pool
         self.exchange: Exchange | None = None
+        self.sink: Callable[[bytes, bool], bool] | None = None
+        self._loop = pool.loop
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpResponseParser(self)
         self.idle_since = 0.0
@@ -182,6 +188,11 @@ class Connection(asyncio.Protocol):
         self._between_chunks = False
         self._keep_alive = False
 
+    def _stop_piping(self) -> None:
+        self.sink = None
+        if self.exchange is not None:
+            self.exchange._wake()
+
     def start(self, head: bytes, body: bytes) -> Exchange:
         """Send a request; the connection must be idle."""
         exchange = self.exchange = Exchange(self)
@@ -190,10 +201,9 @@ class Connection(asyncio.Protocol):
         self._headers = []
         transport = self.transport
         assert transport is not None
-        if len(body) < _JOIN_BELOW:
-            transport.write(head + body)
-        else:
-            transport.writelines((head, body))
+        self.pool.outbox.put(transport, head)
+        if body:
+            self.pool.outbox.put(transport, body)
         return exchange
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -201,25 +211,25 @@ class Connection(asyncio.Protocol):
         self.pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        exchange = self.exchange
-        if exchange is None:  # bytes on an idle connection belong to nobody
-            self._drop()
-            return
-        self.answered = True
-        self.pool.heard_at = self.pool.loop.time()
-        sink = exchange._sink
+        sink = self.sink
         if sink is not None and self._between_chunks:
             # The common read of a stream is exactly one HTTP chunk: it needs no parser, and can be passed on as it is.
-            line_end = data.find(b"\r\n")
-            if 0 < line_end < 9 and data.endswith(b"\r\n"):
+            line_end = data.find(b"\r\n", 0, 10)
+            if line_end > 0 and data.endswith(b"\r\n"):
                 try:
                     size = int(data[:line_end], 16)
                 except ValueError:
                     size = -1
                 if size > 0 and size + line_end + 4 == len(data):
-                    if not sink(data[line_end + 2 : -2], data):
-                        exchange._stop_piping()
+                    if not sink(data, True):
+                        self._stop_piping()
                     return
+        exchange = self.exchange
+        if exchange is None:  # bytes on an idle connection belong to nobody
+            self._drop()
+            return
+        self.answered = True
+        self.pool.heard_at = self._loop.time()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -230,8 +240,8 @@ class Connection(asyncio.Protocol):
             return
         if self._body and sink is not None and not self._done:
             body, self._body = b"".join(self._body), []
-            if not sink(body, None):
-                exchange._stop_piping()
+            if not sink(body, False):
+                self._stop_piping()
             return
         if self._body:
             exchange._parts += self._body
@@ -356,6 +366,8 @@ class Pool:
         self.idle_s = idle_s
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
+        self.outbox = outbox()
+        self.rtt_s = connect_timeout_s
         self.heard_at = 0.0  # loop time of the last byte from this worker
         self._idle: deque[Connection] = deque()
         self._clock: Callable[[], float] = self.loop.time
@@ -388,6 +400,7 @@ class Pool:
         return connection.start(head, body)
 
     async def connect(self) -> Connection:
+        started = self._clock()
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 _, connection = await self.loop.create_connection(
@@ -401,6 +414,8 @@ class Pool:
             raise UpstreamError("connect", f"no connection to {self.host}:{self.port} within {self.connect_timeout_s:g} s") from error
         except OSError as error:
             raise UpstreamError("connect", f"cannot connect to {self.host}:{self.port}: {error}") from error
+        # the fastest handshake seen of late is the network's round trip; slower ones met a busy worker
+        self.rtt_s = min(self._clock() - started, 1.1 * self.rtt_s)
         return connection
 
     def give_back(self, connection: Connection) -> None:

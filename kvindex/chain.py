@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
 
@@ -61,6 +62,7 @@ class ChainState:
         return BlockChain(self.hashes, self.length)
 
 
+@lru_cache(maxsize=4096)
 def identity_seed(model: str, *parts: str) -> int:
     """Seed for the chains of one identity: model and, in a fixed order, whatever else separates caches (LoRA, tenant salt).
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from routing.fleet import DEFAULT_OUTPUT_TOKENS, Worker
+from routing.fleet import Worker
 from routing.sessions import Session, SessionTable
 
 
@@ -31,10 +31,13 @@ class Placement:
 
 
 class Terms(NamedTuple):
-    """One candidate's cost and its parts, in seconds; `cached` in tokens."""
+    """One candidate's cost and its parts, in seconds; `cached` in tokens. The first three order the candidates."""
 
-    worker: Worker
     cost: float
+    live_sessions: int = 0
+    in_flight: int = 0
+    place: int = 0  # in the list of candidates: the last tie-break, so that workers themselves are never compared
+    worker: Worker | None = None
     wait: float = 0.0
     own: float = 0.0
     congestion: float = 0.0
@@ -71,11 +74,20 @@ class Congestion:
 
 
 class Policy(Protocol):
-    """Chooses a worker. `candidates` is never empty. The answer's first entry is the choice; the others explain it."""
+    """Chooses a worker. `candidates` is never empty. The answer's first entry is the choice; the others explain it.
+
+    Entries have the fields of `Terms`, as plain tuples: they are made for every candidate of every request and named only
+    when somebody asks.
+    """
 
     name: str
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]: ...
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]: ...
+
+
+def only(worker: Worker) -> list[tuple[Any, ...]]:
+    """The answer of a policy that weighs nothing."""
+    return [(0.0, 0, 0, 0, worker, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
 
 
 class Warm:
@@ -89,54 +101,57 @@ class Warm:
            before the queue has drained. Near zero when idle, so idle workers are used freely; near saturation sessions hold still.
     evict  seconds to recompute what would no longer fit, with every live session at its expected peak; zero at home.
     crowd  first turns only: the expected waits that this session and those at home there will cause each other.
+
+    A session whose home has nothing to prefill stays there without further ado: no other worker can be cheaper by more than
+    a difference in decode speed, which does not pay for a second copy of its cache.
     """
 
     name = "warm"
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]:
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         now, total, session, sessions = placement.now, placement.prompt_tokens, placement.session, placement.sessions
         cached = placement.cached
-        congestion = placement.congestion
-        count = len(candidates)
-        arrivals = congestion.arrivals_per_s / count
-        pressure = arrivals / (1.0 - min(congestion.work_per_s / count, 0.95))
         home = session.home if session is not None else None
         first = home is None
+        if home is not None and not home.prefilling and home.decoding < home.slots and home.id in cached and home in candidates:
+            return only(home)
+        congestion = placement.congestion
+        count = len(candidates)
+        pressure = congestion.arrivals_per_s / count / (1.0 - min(congestion.work_per_s / count, 0.95))
         peak = sessions.expected_peak(session, total)
-        best_cached = max(cached.values(), default=0.0) if first else 0.0
-        sharers = 1.0 + (sessions.sharing(session) / count if session is not None else 0.0)
-        # expected waits per pair of sessions at home together: turns to come x chance to meet x length of what is met
-        crowding = 0.0
-        if first and session is not None and congestion.arrivals_per_s > 0.0:
-            mean_work = congestion.work_per_s / congestion.arrivals_per_s
-            crowding = 2.0 * sessions.mean_turns * mean_work * congestion.work_per_s / len(sessions)
+        best_cached = max(cached.values()) if first and cached else 0.0
+        repeated = crowding = 0.0
+        if first and session is not None:
+            repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session) / count)
+            # expected waits per pair of sessions at home together: turns to come x chance to meet x length of what is met
+            if congestion.arrivals_per_s > 0.0:
+                mean_work = congestion.work_per_s / congestion.arrivals_per_s
+                crowding = 2.0 * sessions.mean_turns * mean_work * congestion.work_per_s / len(sessions)
+        output_tokens = placement.output_tokens * placement.decode_weight
 
-        ranked = []
-        for worker in candidates:
+        ranked: list[tuple[Any, ...]] = []
+        for place, worker in enumerate(candidates):
             held = cached.get(worker.id, 0.0)
-            own = worker.prefill_s(total - held, total)
-            if first and held < best_cached:
-                own -= (best_cached - held) * worker.token_s(total) * (1.0 - 1.0 / sharers)
-            wait = worker.wait_s(now)
+            scale = worker.prefill_scale
+            token_s = scale * (worker.per_token + worker.per_pair * total)
+            own = scale * worker.base + (total - held) * token_s
+            if held < best_cached:
+                own -= (best_cached - held) * token_s * repeated
+            decoding = worker.decoding
+            in_flight = len(worker.prefilling) + decoding
+            wait = worker.wait_s(now) if worker.prefilling or decoding >= worker.slots else 0.0
             priced = own * pressure * (wait + own)
-            decode = placement.decode_weight * placement.output_tokens * worker.step_s(1, total)
+            decode = output_tokens * worker.step_s(1, total)
             evict = crowd = 0.0
             if worker is not home:
                 over = worker.working_set + peak - worker.capacity
                 if over > 0.0:
-                    evict = min(over, peak) * worker.token_s(total)
-                crowd = crowding * worker.live_sessions * worker.prefill_scale
+                    evict = (over if over < peak else peak) * token_s
+                crowd = crowding * worker.live_sessions * scale
             cost = worker.network_s + wait + own + priced + decode + evict + crowd
-            ranked.append(Terms(worker, cost, wait, own, priced, decode, evict, crowd, held))
-        best = min(ranked, key=_cost_then_sessions)
-        if ranked[0] is not best:
-            ranked.remove(best)
-            ranked.insert(0, best)
+            ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held))
+        ranked.sort()
         return ranked
-
-
-def _cost_then_sessions(terms: Terms) -> tuple[float, int, int]:
-    return terms.cost, terms.worker.live_sessions, terms.worker.in_flight
 
 
 class RoundRobin:
@@ -147,10 +162,10 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]:
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         worker = candidates[self._next % len(candidates)]
         self._next += 1
-        return [Terms(worker, 0.0)]
+        return only(worker)
 
 
 class Random:
@@ -161,8 +176,8 @@ class Random:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]:
-        return [Terms(self._random.choice(candidates), 0.0)]
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
+        return only(self._random.choice(candidates))
 
 
 class LeastLoaded:
@@ -170,9 +185,8 @@ class LeastLoaded:
 
     name = "least-loaded"
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]:
-        worker = min(candidates, key=lambda w: (w.in_flight, w.pending_s))
-        return [Terms(worker, float(worker.in_flight))]
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
+        return only(min(candidates, key=lambda w: (w.in_flight, w.pending_s)))
 
 
 class SessionAffinity:
@@ -183,16 +197,14 @@ class SessionAffinity:
 
     name = "session-affinity"
 
-    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[Terms]:
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         if placement.session is None:
             return LeastLoaded().rank(placement, candidates)
         key = repr(placement.session.key)
-        return [Terms(max(candidates, key=lambda w: xxh3_64_intdigest(f"{w.id}|{key}")), 0.0)]
+        return only(max(candidates, key=lambda w: xxh3_64_intdigest(f"{w.id}|{key}")))
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     policy.name: policy  # type: ignore[type-abstract]
     for policy in (Warm, RoundRobin, Random, LeastLoaded, SessionAffinity)
 }
-
-__all__ = ["DEFAULT_OUTPUT_TOKENS", "POLICIES", "Congestion", "Placement", "Policy", "Terms"]

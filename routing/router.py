@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvindex.index import KVIndex
 from kvindex.routing_memory import RoutingMemory
@@ -54,17 +55,22 @@ class Decision:
     cached_tokens: float  # predicted
     wait_s: float  # predicted
     prefill_s: float  # predicted, own work
-    candidates: list[Terms]  # the chosen one first, each with the terms of its cost
+    candidates: list[tuple[Any, ...]]  # the chosen one first, each with the terms of its cost (fields of `Terms`)
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data, for logs and people."""
-        rounded = {
-            terms.worker.id: {name: round(value, 6) for name, value in zip(Terms._fields[1:], terms[1:], strict=True)}
-            for terms in self.candidates
+        terms = [Terms(*entry) for entry in self.candidates]
+        weighed = {
+            t.worker.id: {
+                name: round(getattr(t, name), 6)
+                for name in ("cost", "wait", "own", "congestion", "decode", "evict", "crowd", "cached", "live_sessions", "in_flight")
+            }
+            for t in terms
+            if t.worker is not None
         }
         return {
             "worker": self.worker.id, "reason": self.reason, "policy": self.policy, "prompt_tokens": round(self.prompt_tokens),
-            "cached_tokens": round(self.cached_tokens), "candidates": rounded,
+            "cached_tokens": round(self.cached_tokens), "candidates": weighed,
         }  # fmt: skip
 
 
@@ -88,6 +94,7 @@ class Router:
         self.congestion = Congestion()
         self.workers: dict[str, Worker] = {}
         self._serving: dict[str, list[Worker]] = {}  # model -> workers, up or not
+        self._up: dict[str, list[Worker]] = {}  # the same without those that are down; made when first asked for
         self.policy: Policy = POLICIES[policy]()
 
     # --- the fleet ---
@@ -104,6 +111,7 @@ class Router:
                 serving.remove(worker)
         for model in models:
             self._serving.setdefault(model, []).append(worker)
+        self._up.clear()
         self._size_memory(worker)
         return worker
 
@@ -113,7 +121,13 @@ class Router:
         for serving in self._serving.values():
             if worker in serving:
                 serving.remove(worker)
+        self._up.clear()
         self.lost_cache(worker)
+
+    def set_up(self, worker: Worker, up: bool) -> None:
+        """Take a worker out of the candidates, or back in."""
+        worker.up = up
+        self._up.clear()
 
     def lost_cache(self, worker: Worker) -> None:
         """The worker died or restarted: nothing is cached there, and its sessions have no home."""
@@ -147,27 +161,38 @@ class Router:
 
     def decide(self, request: RouteRequest, now: float, exclude: Collection[Worker] = ()) -> Decision:
         """Choose a worker and reserve it. Raises NoWorker. The caller releases `Decision.reservation` on every exit path."""
-        serving = self._serving.get(request.model)
-        if not serving:
-            raise NoWorker(request.model, known=False)
-        candidates = [worker for worker in serving if worker.up and worker not in exclude]
+        model = request.model
+        candidates = self._up.get(model)
+        if candidates is None:
+            serving = self._serving.get(model)
+            if not serving:
+                raise NoWorker(model, known=False)
+            candidates = self._up[model] = [worker for worker in serving if worker.up]
+        if exclude:
+            candidates = [worker for worker in candidates if worker not in exclude]
         if not candidates:
-            raise NoWorker(request.model, known=True)
+            raise NoWorker(model, known=True)
         hashes = request.hashes
-        matches = self.index.match(hashes) if hashes else {}
-        ratio = self.tokens.of(request.model)
-        tokens_per_block = self.block_units / ratio
-        total = max(1.0, request.length / ratio)
-        cached = {worker_id: min(blocks * tokens_per_block, total) for worker_id, blocks in matches.items()}
-        longest = max(matches.values(), default=0)
-        session = self.sessions.find(request.session, hashes, longest, now)
+        ratio = self.tokens.of(model)
+        total = request.length / ratio
+        if total < 1.0:
+            total = 1.0
+        cached: dict[str, float] = {}
+        session: Session | None = None
+        if hashes:
+            longest = 0
+            for worker_id, blocks in self.index.match(hashes).items():
+                if blocks > longest:
+                    longest = blocks
+                held = blocks * self.block_units / ratio
+                cached[worker_id] = held if held < total else total
+            session = self.sessions.find(request.session, hashes, longest, now)
         home = session.home if session is not None else None
-        output = min(request.max_output_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
-        placement = Placement(
-            total, cached, session, self.sessions, output, DECODE_WEIGHT.get(request.tier, 1.0), self.congestion, now
-        )  # fmt: skip
+        limit = request.max_output_tokens
+        output = limit if limit is not None and limit < DEFAULT_OUTPUT_TOKENS else DEFAULT_OUTPUT_TOKENS
+        placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now)
         ranked = self.policy.rank(placement, candidates)
-        worker = ranked[0].worker
+        worker: Worker = ranked[0][4]
         held = cached.get(worker.id, 0.0)
         if home is not None:
             reason = "home" if worker is home else "moved"

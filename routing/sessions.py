@@ -46,6 +46,7 @@ class SessionTable:
         self._typical_peak = 0.0
         self._continues = 0.5  # share of sessions that come back for a second turn
         self._until_refresh = 0
+        self._next_expiry = 0.0
         self.mean_turns = 20.0  # agent traces: mean 69 calls, median 45; learned from sessions that end
 
     def __len__(self) -> int:
@@ -56,7 +57,8 @@ class SessionTable:
 
         `matched` is the longest prefix in blocks that any worker holds: where a session without a key left off.
         """
-        self.expire(now)
+        if now >= self._next_expiry:
+            self.expire(now)
         if not hashes:
             return None
         root = hashes[0]
@@ -86,9 +88,11 @@ class SessionTable:
 
     def placed(self, session: Session, worker: Worker, hashes: Sequence[int], prompt_tokens: float) -> None:
         """The session's next turn goes to `worker`: its home from now on."""
-        self._by_leaf.pop(session.leaf, None)
-        session.leaf = hashes[-1]
-        self._by_leaf[session.leaf] = session
+        leaf = hashes[-1]
+        if leaf != session.leaf:
+            self._by_leaf.pop(session.leaf, None)
+            session.leaf = leaf
+            self._by_leaf[leaf] = session
         session.turns += 1
         session.context = max(session.context, prompt_tokens)
         peak = self.expected_peak(session, prompt_tokens)
@@ -143,6 +147,7 @@ class SessionTable:
 
     def expire(self, now: float) -> None:
         """End sessions idle for longer than `ttl_s`."""
+        self._next_expiry = now + self.ttl_s / 100
         oldest = now - self.ttl_s
         while self._sessions:
             session = next(iter(self._sessions.values()))

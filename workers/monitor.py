@@ -85,7 +85,7 @@ class Monitor:
         interval_s: float = 0.5,
         timeout_s: float = 2.0,
         failures: int = 3,
-        scrape_s: float = 2.0,
+        scrape_s: float = 5.0,
     ):
         self.endpoints = endpoints
         self.on_change = on_change
@@ -116,7 +116,8 @@ class Monitor:
         while True:
             await asyncio.sleep(self.interval_s)
             try:
-                await self.check(endpoint)
+                if not endpoint.up or self._silent_s(endpoint) > self.interval_s:
+                    await self.check(endpoint)  # who has just answered a request needs no probe
                 until_scrape -= self.interval_s
                 if endpoint.up and until_scrape <= 0:
                     until_scrape = self.scrape_s
@@ -149,10 +150,14 @@ class Monitor:
                 await self._tell(endpoint, "up")
             return True
         endpoint.failures += 1
-        silent_s = loop.time() - endpoint.heard()
-        if refused or (endpoint.failures >= self.failures and silent_s > self.failures * self.timeout_s):
+        gave_up = endpoint.failures >= self.failures and self._silent_s(endpoint) > self.failures * self.timeout_s
+        if refused or gave_up:
             await self.mark_down(endpoint, why)
         return False
+
+    @staticmethod
+    def _silent_s(endpoint: Endpoint) -> float:
+        return asyncio.get_running_loop().time() - endpoint.heard()
 
     async def mark_down(self, endpoint: Endpoint, why: str) -> None:
         """Take a worker out until a probe succeeds again."""
