@@ -1,11 +1,11 @@
 """Reading a request body: JSON fields and the prompt's block chain, at a cost that follows the new turn, not the history.
 
-An agent's next request starts with the same bytes as its last one. So the reader keeps, for the raw bytes up to the start of
-a late message, the chain so far; a body that begins with those bytes is parsed only from there. Which prefix is known is
-found by a rolling hash over fixed raw blocks: no session id is needed, and sessions with a common start share it.
+An agent's next request starts with the same bytes as its last one. So the reader keeps, for the raw bytes up to the end of
+the conversation, the chain so far; a body that begins with those bytes is parsed only from there. Which prefix is known is
+found by a rolling hash over fixed raw blocks and a comparison of the last bytes: no session id is needed.
 
-The split is safe because JSON proves it: the text from a candidate message start, put behind `{"messages":[`, is valid JSON
-only if the candidate stood directly in the top-level array (anything deeper leaves brackets unbalanced).
+The split is safe because JSON proves it: the text from the split on, put behind `{"messages":[`, is valid JSON only if the
+split stood directly in the top-level array (anything deeper leaves brackets unbalanced).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -21,19 +22,21 @@ from xxhash import xxh3_64_intdigest
 from gateway.dialects import BadRequest, Dialect
 from kvindex.chain import BlockChain, ChainState, identity_seed
 
-RAW_BLOCK = 4096  # bytes; granularity at which known raw prefixes are found
-_SEARCHES = 4  # candidates for a message start that are tried before giving up
+RAW_BLOCK = 8192  # bytes; granularity at which known raw prefixes are found
+# Anthropic's clients mark the last messages with cache_control and unmark them in the next turn, so their bytes change.
+_MARKED_ITEMS = 3
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """What is known about a raw prefix that ends where an item of the conversation starts."""
+    """What is known about a raw prefix that ends between two items of the conversation, or at its end."""
 
-    offset: int  # where that item starts in the raw body
+    offset: int  # where the prefix ends in the raw body
+    rest: bytes  # its bytes after the last whole raw block
     head_fields: dict[str, Any]  # top-level fields that stand before the conversation
     seed: int
     head: bytes  # canonical bytes before the conversation (tools, system)
-    state: ChainState  # chain over head and the items before `offset`
+    state: ChainState  # chain over head and the items in the prefix
     volatile: bool
     cost: int  # bytes it keeps alive, roughly
 
@@ -71,6 +74,26 @@ def _no_constants(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+_SPACE = b" \t\r\n"
+
+
+def _opening(dialect: Dialect) -> bytes:
+    return b'{"%b":[' % dialect.items_key.encode()
+
+
+def _end_of_items(dialect: Dialect, body: bytes, fields: dict[str, Any]) -> int:
+    """Where the bracket that closes the conversation stands, in all likelihood (a resumed parse proves it); 0 if unclear."""
+    names = iter(fields)
+    for name in names:
+        if name == dialect.items_key:
+            break
+    following = next(names, None)
+    if following is None:
+        return max(0, body.rfind(b"]"))
+    at = body.rfind(b'"%b"' % following.encode("utf-8", "surrogatepass"))
+    return max(0, body.rfind(b"]", 0, at)) if at > 0 else 0
+
+
 class BodyReader:
     """Parses bodies and remembers prefixes, least recently used out first, within `max_bytes`."""
 
@@ -90,27 +113,26 @@ class BodyReader:
             digest := xxh3_64_intdigest(view[at : at + RAW_BLOCK], digest) for at in range(0, len(body) - RAW_BLOCK + 1, RAW_BLOCK)
         ]
         checkpoints = self._checkpoints
-        for digest in reversed(digests):
-            checkpoint = checkpoints.get(digest)
-            if checkpoint is not None:
-                parsed = self._resume(dialect, body, checkpoint, digests, tenant)
+        for block in range(len(digests), 0, -1):
+            known = checkpoints.get(digests[block - 1])
+            if known is not None and body.startswith(known.rest, block * RAW_BLOCK):
+                parsed = self._resume(dialect, body, known, digests, tenant)
                 if parsed is not None:
-                    checkpoints.move_to_end(digest)
+                    checkpoints.move_to_end(digests[block - 1])
                     return parsed
-                break
         return self._read_whole(dialect, body, tenant, digests)
 
     def _resume(self, dialect: Dialect, body: bytes, known: _Checkpoint, digests: list[int], tenant: str) -> ParsedBody | None:
         """Parse from a checkpoint on; None where what follows it changes the prompt before it (new tools, model ...)."""
-        opening = b'{"%b":[' % dialect.items_key.encode()
+        tail_text = body[known.offset :].lstrip(_SPACE)
+        if tail_text.startswith(b","):
+            tail_text = tail_text[1:]
         try:
-            tail = orjson.loads(opening + body[known.offset :])
+            tail = orjson.loads(_opening(dialect) + tail_text)
         except orjson.JSONDecodeError:
             return None
         fields = {**known.head_fields, **tail} if known.head_fields else tail
-        if self._seed(dialect, fields, tenant) != known.seed:
-            return None
-        if dialect.head_bytes(fields) != known.head:
+        if self._seed(dialect, fields, tenant) != known.seed or dialect.head_bytes(fields) != known.head:
             return None
         items = fields[dialect.items_key]
         if not isinstance(items, list):  # a second key of that name further on
@@ -145,38 +167,37 @@ class BodyReader:
         volatile: bool,
     ) -> ParsedBody:
         """Chain the items from `state` on, leaving a checkpoint as late in the body as the next turn can be sure to repeat."""
-        found = self._late_item(dialect, body, items, start)
-        if found is not None:
-            offset, tail = found
-            split = len(items) - len(tail[dialect.items_key])
-            state = state.extend(dialect.items_bytes(items[:split]))
-            before = {k: v for k, v in fields.items() if k not in tail}
-            checkpoint = _Checkpoint(offset, before, seed, head, state, volatile, 8 * len(state.hashes) + len(head) + 1024)
-            self._keep(digests[-(-offset // RAW_BLOCK) - 1], checkpoint)
-            items = items[split:]
-        return ParsedBody(fields, state.extend(dialect.items_bytes(items)).chain(), volatile)
+        if dialect.style == "anthropic":
+            offset, after = self._late_item(dialect, body, items, start)
+        else:
+            offset, after = _end_of_items(dialect, body, fields), 0
+        before = len(items) - after
+        state = state.extend(dialect.items_bytes(items[:before] if after else items))
+        blocks = offset // RAW_BLOCK
+        if blocks and offset > start:
+            rest = body[blocks * RAW_BLOCK : offset]
+            head_fields = dict(takewhile(lambda field: field[0] != dialect.items_key, fields.items()))
+            cost = 8 * len(state.hashes) + len(head) + len(rest) + 1024
+            self._keep(digests[blocks - 1], _Checkpoint(offset, rest, head_fields, seed, head, state, volatile, cost))
+        if after:
+            state = state.extend(dialect.items_bytes(items[before:]))
+        return ParsedBody(fields, state.chain(), volatile)
 
-    def _late_item(self, dialect: Dialect, body: bytes, items: list[Any], start: int) -> tuple[int, dict[str, Any]] | None:
-        """The last item start before the raw block in which the last item starts, with what parses from there on."""
-        if len(items) < 2 or not isinstance(items[-1], dict) or not items[-1]:
-            return None
+    def _late_item(self, dialect: Dialect, body: bytes, items: list[Any], start: int) -> tuple[int, int]:
+        """Where one of the last items starts, and how many items there are from it on; (0, 0) where that is not clear."""
+        if len(items) <= _MARKED_ITEMS or not isinstance(items[-1], dict) or not items[-1]:
+            return 0, 0
         pattern = b'{"%b"' % next(iter(items[-1])).encode("utf-8", "surrogatepass")
-        last = body.rfind(pattern, start)
-        limit = last // RAW_BLOCK * RAW_BLOCK
-        opening = b'{"%b":[' % dialect.items_key.encode()
-        for _ in range(_SEARCHES):
-            offset = body.rfind(pattern, start, limit)
+        offset = len(body)
+        for _ in range(_MARKED_ITEMS):
+            offset = body.rfind(pattern, start, offset)
             if offset <= start:
-                return None
-            limit = offset
-            try:
-                tail = orjson.loads(opening + body[offset:])
-            except orjson.JSONDecodeError:
-                continue
-            tail_items = tail.get(dialect.items_key)
-            if isinstance(tail_items, list) and len(tail_items) <= len(items):
-                return offset, tail
-        return None
+                return 0, 0
+        try:
+            tail = orjson.loads(_opening(dialect) + body[offset:])[dialect.items_key]
+        except orjson.JSONDecodeError:
+            return 0, 0
+        return (offset, len(tail)) if isinstance(tail, list) and len(tail) < len(items) else (0, 0)
 
     def _keep(self, digest: int, checkpoint: _Checkpoint) -> None:
         checkpoints = self._checkpoints

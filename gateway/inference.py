@@ -23,7 +23,7 @@ from gateway.dialects import DIALECTS, SERVICE_TIERS, TIERS, VOLATILE_PREFIX, Ba
 from gateway.fleet import Fleet
 from gateway.metrics import Histogram, Metrics
 from gateway.session_key import session_key
-from gateway.upstream import Exchange, Interrupted, UpstreamError
+from gateway.upstream import Exchange, Interrupted, Splice, UpstreamError
 from routing.fleet import Worker
 from routing.router import Decision, NoWorker, RouteRequest
 
@@ -47,7 +47,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _EMPTY_CONTENT = re.compile(rb'"content"\s*:\s*(?:""|null)')
 _CHAT_CONTENT = re.compile(rb'"(?:tool_calls|reasoning|reasoning_content|error)"\s*:\s*[^n\s]|"finish_reason"\s*:\s*"')
 _RESPONSES_CONTENT = re.compile(rb'"type"\s*:\s*"(?:response\.(?!created|queued|in_progress)|error)')
+_LOOK_FOR = b'_tokens"'  # in every event that reports usage, in no other that is common
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class _PAUSED:
+    write_paused = True
 
 
 class _Failed(Exception):
@@ -449,7 +454,7 @@ class Inference:
         now = relay.first_at = relay.last_at = clock()
         relay.marks.append(now)
         decision.reservation.first_token(now)
-        if b'_tokens"' in held:
+        if _LOOK_FOR in held:
             held, carry = self._usage_events(relay, held)
         await self._start_stream(relay, decision, exchange)
         relay.content_sent = True
@@ -457,40 +462,35 @@ class Inference:
 
         relay.itl = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl
         unsent: list[bytes] = []
-        marks = relay.marks
-        mark = marks.append
         if connection is not None:
             write, flow = connection.chunk_writer(), connection.flow
         else:
-            write, flow = unsent.append, None
+            write, flow = unsent.append, _PAUSED  # another ASGI server: each read is sent by this task
 
-        def deliver(data: bytes, framed: bool) -> bool:
-            # called for every read of a stream, so as little as possible: the gaps are worked out later
+        def deliver(data: bytes) -> bool:
+            # what the splice does not pass on by itself
             nonlocal carry
-            mark(clock())
-            if carry or b'_tokens"' in data:
-                event = data[data.index(b"\r\n") + 2 : -2] if framed else data
-                data, carry = self._usage_events(relay, carry + event)
-                if not data:
-                    return True
-                framed = False
-            if flow is None:
-                write(data[data.index(b"\r\n") + 2 : -2] if framed else data)
-                return False
-            write(data if framed else b"%x\r\n%b\r\n" % (len(data), data))
+            splice.mark(clock())
+            if carry or _LOOK_FOR in data:
+                data, carry = self._usage_events(relay, carry + data)
+                splice.looking = bool(carry)
+            if data:
+                write(data if flow is _PAUSED else b"%x\r\n%b\r\n" % (len(data), data))
             return not flow.write_paused
 
+        splice = Splice(write, flow, relay.marks.append, _LOOK_FOR if flow is not _PAUSED else b"", deliver)
+        splice.looking = bool(carry)
         while True:
             if data := exchange.take():
-                deliver(data, False)
+                deliver(data)
             if unsent:
                 await send({"type": "http.response.body", "body": b"".join(unsent), "more_body": True})
                 unsent.clear()
-            elif flow is not None and flow.write_paused:
+            elif connection is not None and flow.write_paused:
                 await flow.drain()
             if exchange.complete and not exchange.unread:
                 break
-            if await exchange.pipe(deliver):
+            if await exchange.pipe(splice):
                 await self._keepalive(relay, decision)
                 if connection is not None:
                     connection.chunk_writer()

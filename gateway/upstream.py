@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -18,6 +20,9 @@ import httptools
 from gateway.outbox import outbox
 
 HIGH_WATER = 256 * 1024
+_CR = 13
+
+clock = time.perf_counter
 
 
 class UpstreamError(Exception):
@@ -40,6 +45,27 @@ class Interrupted(Exception):
     def __init__(self, cause: str):
         super().__init__(cause)
         self.cause = cause
+
+
+class Splice:
+    """Where the bytes of a stream go: straight to the client, but for the events that must be looked at."""
+
+    __slots__ = ("deliver", "flow", "look_for", "looking", "mark", "write")
+
+    def __init__(
+        self,
+        write: Callable[[bytes], None],
+        flow: Any,
+        mark: Callable[[float], None],
+        look_for: bytes,
+        deliver: Callable[[bytes], bool],
+    ):
+        self.write = write  # takes whole HTTP chunks
+        self.flow = flow  # its `write_paused` says that the client is slower than the worker
+        self.mark = mark  # takes the time of each read
+        self.look_for = look_for  # what marks an event that `deliver` must see
+        self.looking = False  # an event that must be looked at has come in part
+        self.deliver = deliver  # takes bytes without framing; False stops the flow
 
 
 class Exchange:
@@ -95,21 +121,21 @@ class Exchange:
         self._buffered = 0
         return data
 
-    async def pipe(self, sink: Callable[[bytes, bool], bool]) -> bool:
-        """Hand body bytes to `sink(data, framed)` as they arrive, without a task switch for each. `take` what is unread first.
+    async def pipe(self, splice: Splice) -> bool:
+        """Let body bytes flow through `splice` as they arrive, without a task switch for each. `take` what is unread first.
 
-        `framed` is true where `data` is one whole HTTP chunk, its size line and end included. Ends when
-        the body ends, when `sink` returns False, or after a nudge; true in the last case. Raises UpstreamError or Interrupted.
+        Ends when the body ends, when the client is slower than the worker, or after a nudge; true in the last case. Raises
+        UpstreamError or Interrupted.
         """
         connection = self._connection
         if connection is not None:
-            connection.sink = sink
+            connection.splice = splice
         try:
             await self._wait()
             return self._nudged
         finally:
             if connection is not None:
-                connection.sink = None
+                connection.splice = None
             self._nudged = False
 
     async def _wait(self) -> None:
@@ -171,10 +197,15 @@ class Exchange:
 class Connection(asyncio.Protocol):
     """One connection to a worker; serves one exchange at a time and returns to its pool after each."""
 
+    __slots__ = (
+        "_between_chunks", "_body", "_done", "_headers", "_keep_alive", "_loop", "_paused", "answered", "exchange", "idle_since",
+        "parser", "pool", "splice", "transport", "used",
+    )  # fmt: skip
+
     def __init__(self, pool: Pool):
         self.pool = pool
         self.exchange: Exchange | None = None
-        self.sink: Callable[[bytes, bool], bool] | None = None
+        self.splice: Splice | None = None
         self._loop = pool.loop
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpResponseParser(self)
@@ -188,8 +219,8 @@ class Connection(asyncio.Protocol):
         self._between_chunks = False
         self._keep_alive = False
 
-    def _stop_piping(self) -> None:
-        self.sink = None
+    def _stop_splicing(self) -> None:
+        self.splice = None
         if self.exchange is not None:
             self.exchange._wake()
 
@@ -211,19 +242,27 @@ class Connection(asyncio.Protocol):
         self.pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        sink = self.sink
-        if sink is not None and self._between_chunks:
-            # The common read of a stream is exactly one HTTP chunk: it needs no parser, and can be passed on as it is.
-            line_end = data.find(b"\r\n", 0, 10)
-            if line_end > 0 and data.endswith(b"\r\n"):
-                try:
-                    size = int(data[:line_end], 16)
-                except ValueError:
-                    size = -1
-                if size > 0 and size + line_end + 4 == len(data):
-                    if not sink(data, True):
-                        self._stop_piping()
-                    return
+        splice = self.splice
+        if splice is not None and self._between_chunks:
+            # Every token passes here, so: no calls but the unavoidable. The common read of a stream is exactly one HTTP chunk,
+            # which needs no parser and is passed on as it is. Its size has two or three digits (int() takes the carriage
+            # return after two as white space); anything else, or an event to be looked at, goes the long way.
+            try:
+                size = int(data[:3], 16)
+            except ValueError:
+                size = 0
+            if (
+                (size + 6 if size < 256 else size + 7) == len(data)
+                and size > 15
+                and (size < 256 or data[3] == _CR)
+                and splice.look_for not in data
+                and not splice.looking
+            ):
+                splice.mark(clock())
+                splice.write(data)
+                if splice.flow.write_paused:
+                    self._stop_splicing()
+                return
         exchange = self.exchange
         if exchange is None:  # bytes on an idle connection belong to nobody
             self._drop()
@@ -238,10 +277,10 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(UpstreamError("protocol", f"the worker's response is not valid HTTP: {error}", answered=True))
             return
-        if self._body and sink is not None and not self._done:
+        if self._body and splice is not None and not self._done:
             body, self._body = b"".join(self._body), []
-            if not sink(body, False):
-                self._stop_piping()
+            if not splice.deliver(body):
+                self._stop_splicing()
             return
         if self._body:
             exchange._parts += self._body

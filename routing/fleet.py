@@ -117,9 +117,17 @@ class Worker:
         """Calibrated seconds to recompute one token in a context of this length."""
         return self.prefill_scale * (self.per_token + self.per_pair * context)
 
-    def step_s(self, extra: int = 0, extra_tokens: float = 0.0) -> float:
-        """Calibrated seconds per output token if `extra` sequences joined the batch."""
-        step = self.step_base + self.step_seq * (self.decoding + extra) + self.step_kv * (self.active_tokens + extra_tokens)
+    def step_s(self) -> float:
+        """Calibrated seconds per output token of the batch as it is."""
+        step = self.step_base + self.step_seq * self.decoding + self.step_kv * self.active_tokens
+        return self.decode_scale * step / self.tokens_per_step
+
+    def joined_step_s(self, prompt_tokens: float) -> float:
+        """Expected seconds per output token of a request that joins the batch now, as a mean over its decode.
+
+        Those that decode now are on average half done, so each is there for half of that time.
+        """
+        step = self.step_base + self.step_seq * (0.5 * self.decoding + 1.0) + self.step_kv * (0.5 * self.active_tokens + prompt_tokens)
         return self.decode_scale * step / self.tokens_per_step
 
     def wait_s(self, now: float) -> float:

@@ -121,8 +121,9 @@ class Warm:
         peak = sessions.expected_peak(session, total)
         best_cached = max(cached.values()) if first and cached else 0.0
         repeated = crowding = 0.0
-        if first and session is not None:
-            repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session) / count)
+        if session is not None:
+            if first:
+                repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session) / count)
             # expected waits per pair of sessions at home together: turns to come x chance to meet x length of what is met
             if congestion.arrivals_per_s > 0.0:
                 mean_work = congestion.work_per_s / congestion.arrivals_per_s
@@ -141,13 +142,16 @@ class Warm:
             in_flight = len(worker.prefilling) + decoding
             wait = worker.wait_s(now) if worker.prefilling or decoding >= worker.slots else 0.0
             priced = own * pressure * (wait + own)
-            decode = output_tokens * worker.step_s(1, total)
-            evict = crowd = 0.0
-            if worker is not home:
+            decode = output_tokens * worker.joined_step_s(total)
+            evict = 0.0
+            neighbours = worker.live_sessions
+            if worker is home:
+                neighbours -= 1  # itself
+            else:
                 over = worker.working_set + peak - worker.capacity
                 if over > 0.0:
                     evict = (over if over < peak else peak) * token_s
-                crowd = crowding * worker.live_sessions * scale
+            crowd = crowding * neighbours * scale
             cost = worker.network_s + wait + own + priced + decode + evict + crowd
             ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held))
         ranked.sort()
@@ -201,7 +205,7 @@ class SessionAffinity:
         if placement.session is None:
             return LeastLoaded().rank(placement, candidates)
         key = repr(placement.session.key)
-        return only(max(candidates, key=lambda w: xxh3_64_intdigest(f"{w.id}|{key}")))
+        return only(max(candidates, key=lambda w: xxh3_64_intdigest(f"{w.id}|{key}".encode())))
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

@@ -23,6 +23,7 @@ LOAD_METRICS = {
     "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
     "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
 }
+_LIVELY_S = 2.0  # a worker that has answered a request this lately needs no probe
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{([^}]*)\})?\s+([^\s]+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -116,8 +117,8 @@ class Monitor:
         while True:
             await asyncio.sleep(self.interval_s)
             try:
-                if not endpoint.up or self._silent_s(endpoint) > self.interval_s:
-                    await self.check(endpoint)  # who has just answered a request needs no probe
+                if not endpoint.up or self._silent_s(endpoint) > max(self.interval_s, _LIVELY_S):
+                    await self.check(endpoint)
                 until_scrape -= self.interval_s
                 if endpoint.up and until_scrape <= 0:
                     until_scrape = self.scrape_s
