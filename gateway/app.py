@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -36,11 +36,10 @@ class Gateway:
         self.inference = Inference(config, self.fleet, self.metrics)
         self.api = self._build_api()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Coroutine[Any, Any, None]:
         if scope["type"] == "http" and scope["path"] in DIALECTS and scope["method"] == "POST":
-            await self.inference(scope, receive, send)
-        else:
-            await self.api(scope, receive, send)
+            return self.inference(scope, receive, send)
+        return self.api(scope, receive, send)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:

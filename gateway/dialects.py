@@ -232,11 +232,10 @@ class Usage:
 
 
 # Inside a JSON string every quote is escaped, so a key in quotes is never text that a model wrote.
-_PROMPT = re.compile(rb'"(prompt_tokens|input_tokens)"\s*:\s*(\d+)')
-_COMPLETION = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
-_CACHE_READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')
-_CACHE_WRITE = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d+)')
+_COUNTS = re.compile(
+    rb'"(prompt_tokens|input_tokens|completion_tokens|output_tokens|cached_tokens|cache_read_input_tokens|'
+    rb'cache_creation_input_tokens)"\s*:\s*(\d+)'
+)
 
 
 def scan_usage(data: bytes, usage: Usage) -> None:
@@ -248,16 +247,15 @@ def scan_usage(data: bytes, usage: Usage) -> None:
     at = data.find(b'"usage"')
     if at < 0:
         return
-    prompt = _PROMPT.search(data, at)
+    counts = dict(_COUNTS.findall(data, at))
+    prompt = counts.get(b"prompt_tokens") or counts.get(b"input_tokens")
     if prompt is not None:
-        usage.prompt_tokens = int(prompt.group(2))
-        read = _CACHE_READ.search(data, at)
-        if read is not None:
-            usage.cached_tokens = int(read.group(1))
-            written = _CACHE_WRITE.search(data, at)
-            usage.prompt_tokens += usage.cached_tokens + (int(written.group(1)) if written else 0)
-        elif (cached := _CACHED.search(data, at)) is not None:
-            usage.cached_tokens = int(cached.group(1))
-    completion = _COMPLETION.search(data, at)
+        usage.prompt_tokens = int(prompt)
+        if (read := counts.get(b"cache_read_input_tokens")) is not None:
+            usage.cached_tokens = int(read)
+            usage.prompt_tokens += usage.cached_tokens + int(counts.get(b"cache_creation_input_tokens", 0))
+        elif (cached := counts.get(b"cached_tokens")) is not None:
+            usage.cached_tokens = int(cached)
+    completion = counts.get(b"completion_tokens") or counts.get(b"output_tokens")
     if completion is not None:
-        usage.completion_tokens = int(completion.group(1))
+        usage.completion_tokens = int(completion)

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 
@@ -162,16 +162,16 @@ class Inference:
         relay.request_id = given if valid else b"%b%x" % (self._id_prefix, next(self._ids))  # type: ignore[assignment]
         watcher: asyncio.Task[None] | None = None
         try:
-            body = self._whole_body(connection, headers) if connection is not None else None
-            if body is None:
-                body = await self._read_body(receive, headers)
-            if body is None:
-                return  # the client left before its request was complete
             if connection is not None:
                 connection.on_lost = relay.client_left
-                if connection.transport.is_closing():
-                    relay.client_left()
-            else:  # another ASGI server: only receive() tells
+                if connection.disconnected:
+                    return
+                body = self._checked(headers, connection.take_body())
+            else:  # another ASGI server, or a pipelined request: only receive() tells that the client left
+                whole = await self._read_body(receive, headers)
+                if whole is None:
+                    return
+                body = whole
                 watcher = asyncio.create_task(_watch(receive, relay))
             await self._serve(relay, scope, headers, body)
         except BadRequest as error:
@@ -187,47 +187,34 @@ class Inference:
             self.active.discard(relay)
             if relay.exchange is not None:
                 relay.exchange.close()
-            if connection is not None:
-                connection.on_lost = None
             if watcher is not None:
                 watcher.cancel()
 
     # --- reading ---
 
-    def _whole_body(self, connection: Any, headers: dict[bytes, bytes]) -> bytes | None:
-        """A body that came together with its head: nothing to wait for."""
-        if b"content-encoding" in headers:
-            return None
-        body: bytes | None = connection.take_body()
-        return body if body is None or len(body) <= self.max_body else _too_large(self.max_body)
+    def _checked(self, headers: dict[bytes, bytes], body: bytes) -> bytes:
+        """The body, where it is of a size and an encoding that can be read. Raises BadRequest."""
+        if len(body) > self.max_body:
+            limit = self.config.listen.max_body_mb
+            raise BadRequest(f"the body is larger than {limit:g} MiB (listen.max_body_mb)", status=413, code="request_too_large")
+        encoding = headers.get(b"content-encoding")
+        if encoding and encoding != b"identity":
+            raise BadRequest(f"content-encoding {encoding.decode('latin-1')!r} is not supported; send plain JSON", status=415)
+        return body
 
     async def _read_body(self, receive: Any, headers: dict[bytes, bytes]) -> bytes | None:
-        """The whole body, or None when the client left. Raises BadRequest for what cannot be read."""
-        encoding = headers.get(b"content-encoding", b"identity")
-        if encoding not in (b"identity", b""):
-            raise BadRequest(f"content-encoding {encoding.decode('latin-1')!r} is not supported; send plain JSON", status=415)
-        length = headers.get(b"content-length")
-        limit = self.max_body
-        if length is not None and length.isdigit() and int(length) > limit:
-            _too_large(limit)
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        if not message.get("more_body"):
-            return message.get("body", b"")  # type: ignore[no-any-return]
-        parts = [message.get("body", b"")]
-        size = len(parts[0])
-        while True:
+        """The whole body through ASGI, or None when the client left. Raises BadRequest for what cannot be read."""
+        parts: list[bytes] = []
+        size = 0
+        while size <= self.max_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                _too_large(limit)
-            parts.append(part)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
             if not message.get("more_body"):
-                return b"".join(parts)
+                break
+        return self._checked(headers, b"".join(parts))
 
     def _tier(self, headers: dict[bytes, bytes], fields: dict[str, Any]) -> str:
         named = headers.get(b"x-warmroute-tier")
@@ -642,10 +629,6 @@ class Inference:
                     relay.connection.transport.abort()
             for pool in self.fleet.pools.values():
                 pool.drop_stale()
-
-
-def _too_large(limit: int) -> NoReturn:
-    raise BadRequest(f"the body is larger than {limit / (1 << 20):g} MiB (listen.max_body_mb)", status=413, code="request_too_large")
 
 
 async def _watch(receive: Any, relay: Relay) -> None:

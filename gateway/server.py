@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with a protocol that adds limits on heads and a notice when the client's connection is lost."""
+"""The HTTP server: uvicorn, with a protocol that adds limits on what clients send and a short way for inference requests."""
 
 from __future__ import annotations
 
@@ -9,115 +9,222 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import Listen
+from gateway.dialects import DIALECTS
 from gateway.outbox import BatchedTransport, outbox
 
 logger = logging.getLogger("warmroute.server")
 
 
-def _closing(length: int) -> bytes:
-    return b"content-length: %d\r\nconnection: close\r\n\r\n" % length
+class DirectCycle(RequestResponseCycle):
+    """One inference request on a client connection, with as little as possible around it.
 
+    An ASGI cycle like uvicorn's (`receive`, `send`), which starts when the body is there, and which the application may go past:
+    it is also the scope's extension `warmroute.connection`.
+    """
 
-def protocol_class(listen: Listen) -> type[HttpToolsProtocol]:
-    """uvicorn's httptools protocol with this gateway's limits."""
-    max_head = int(listen.max_header_kb * 1024)
-    header_timeout_s, body_timeout_s = listen.header_timeout_s, listen.body_timeout_s
+    def __init__(self, protocol: GatewayProtocol, keep_alive: bool):
+        # what uvicorn's protocol and cycle read of a cycle; its __init__ would make an event, a logger and more per request
+        self.scope = {"method": "POST"}  # type: ignore[typeddict-item]
+        self.transport = protocol.transport
+        self.flow = protocol.flow
+        self.default_headers = protocol.server_state.default_headers
+        self.on_response = protocol.on_direct_response
+        self.message_event = _NO_EVENT  # type: ignore[assignment]
+        self.access_log = False
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = False
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.chunked_encoding = None
+        self.expected_content_length = 0
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.task: asyncio.Task[None] | None = None
+        self.on_lost: Callable[[], None] | None = None  # set by the application: called when the client leaves
 
-    class GatewayProtocol(HttpToolsProtocol):
-        """One client connection. `on_lost`, set by the application while it serves a request, is called when the client leaves."""
+    async def receive(self) -> Any:
+        """The body, whole; then nothing but the client's leaving."""
+        if self.parts or not self.response_started and not self.disconnected and self.size == 0:
+            return {"type": "http.request", "body": self.take_body(), "more_body": False}
+        gone = asyncio.get_running_loop().create_future()
+        self.on_lost = lambda: gone.done() or gone.set_result(None)
+        if not self.disconnected:
+            await gone
+        return {"type": "http.disconnect"}
 
-        on_lost: Callable[[], None] | None = None
-        _head_bytes = 0
-        _in_head = True
-        receiving_since: float | None = None
+    def take_body(self) -> bytes:
+        """The request's body. It is the caller's from now on."""
+        parts, self.parts = self.parts, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
-            super().connection_made(transport)  # type: ignore[arg-type]
-            self.transport = BatchedTransport(self.transport, outbox())  # type: ignore[assignment]
-            self.receiving_since = self.loop.time()
-
-        def data_received(self, data: bytes) -> None:
-            if self._in_head:
-                # counted before parsing: the parser itself would collect headers without end
-                self._head_bytes += len(data)
-                if self.receiving_since is None:
-                    self.receiving_since = self.loop.time()
-            super().data_received(data)
-            if self._in_head and self._head_bytes > max_head and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-                )
-                self.transport.close()
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_bytes = 0
-            self.scope["extensions"] = {"warmroute.connection": self}
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._in_head = True
-            self.receiving_since = None
-            super().on_message_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            on_lost, self.on_lost = self.on_lost, None
-            if on_lost is not None:
-                on_lost()
-
-        def take_body(self) -> bytes | None:
-            """The request's body where all of it has come and no `receive` was called; None otherwise."""
-            cycle = self.cycle
-            if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
-                return None
-            body, cycle.body = bytes(cycle.body), bytearray()
-            cycle.message_event.clear()
-            self.flow.resume_reading()
-            return body
-
-        def respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-            """Send a whole response at once, past ASGI. Header names are lower case, and the length is added here."""
-            cycle = self.cycle
-            if cycle.disconnected or cycle.response_started:
-                return
-            lines = [STATUS_LINE[status]]
-            for name, value in cycle.default_headers:
+    def respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole response at once, past ASGI. Header names are lower case, and the length is added here."""
+        if self.disconnected or self.response_started:
+            return
+        lines = [STATUS_LINE[status]]
+        for name, value in self.default_headers:
+            lines += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            if name == b"connection":
+                self.keep_alive = False  # the only value this gateway sends is "close"
+            else:
                 lines += (name, b": ", value, b"\r\n")
-            for name, value in headers:
-                if name == b"connection":
-                    cycle.keep_alive = False  # the only value this gateway sends is "close"
-                else:
-                    lines += (name, b": ", value, b"\r\n")
-            lines.append(b"content-length: %d\r\n\r\n" % len(body) if cycle.keep_alive else _closing(len(body)))
-            lines.append(body)
-            cycle.response_started = cycle.response_complete = True
-            self.transport.write(b"".join(lines))
-            cycle.message_event.set()
-            if not cycle.keep_alive:
-                self.transport.close()
-            cycle.on_response()
+        lines.append(b"content-length: %d\r\n%b\r\n" % (len(body), b"" if self.keep_alive else b"connection: close\r\n"))
+        lines.append(body)
+        self.response_started = self.response_complete = True
+        self.transport.write(b"".join(lines))
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
 
-        def chunk_writer(self) -> Callable[[bytes], None]:
-            """For a chunked response that has started: a function that sends bytes which are framed as chunks, past ASGI."""
-            transport = self.transport
-            transport.flush()  # type: ignore[attr-defined]
-            return transport.write_now  # type: ignore[attr-defined,no-any-return]
+    def chunk_writer(self) -> Callable[[bytes], None]:
+        """For a chunked response that has started: a function that sends bytes which are framed as chunks, past ASGI."""
+        transport = self.transport
+        transport.flush()  # type: ignore[attr-defined]
+        return transport.write_now  # type: ignore[attr-defined,no-any-return]
 
-        async def drained(self) -> None:
-            """Wait until the client has taken most of what was written (or is gone)."""
-            await self.flow.drain()
 
-        def is_overdue(self, now: float) -> bool:
-            """Whether this client takes too long in all to send a request (an inactivity limit would not stop a slow drip)."""
+class _NoEvent:
+    def set(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+_NO_EVENT = _NoEvent()
+
+
+class GatewayProtocol(HttpToolsProtocol):
+    """One client connection: uvicorn's httptools protocol with limits, and a short way for inference requests."""
+
+    listen: Listen
+    max_head: int
+    max_body: int
+    direct: DirectCycle | None = None  # the inference request under way
+    _head_bytes = 0
+    _in_head = True
+    receiving_since: float | None = None
+    idle_since: float | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.transport = BatchedTransport(self.transport, outbox())  # type: ignore[assignment]
+        self.receiving_since = self.loop.time()
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            # counted before parsing: the parser itself would collect headers without end
+            self._head_bytes += len(data)
             if self.receiving_since is None:
-                return False
-            return now - self.receiving_since > (header_timeout_s if self._in_head else body_timeout_s)
+                self.receiving_since = self.loop.time()
+                self.idle_since = None
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.max_head and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.close()
 
-    return GatewayProtocol
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        parser = self.parser
+        path, _, query = self.url.partition(b"?")
+        route = _ROUTES.get(path)
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if route is None or busy or parser.get_method() != b"POST" or parser.should_upgrade():
+            url, headers, expects = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()
+            self.url, self.headers, self.expect_100_continue = url, headers, expects
+            self.scope["headers"] = headers
+            super().on_headers_complete()
+            return
+        cycle = self.cycle = self.direct = DirectCycle(self, parser.should_keep_alive() and parser.get_http_version() != "1.0")
+        self.scope = {  # type: ignore[typeddict-item]
+            "type": "http",
+            "method": "POST",
+            "path": route,
+            "query_string": query,
+            "headers": self.headers,
+            "client": self.client,
+            "extensions": {"warmroute.connection": cycle},
+        }
+        if self.expect_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if type(cycle) is not DirectCycle:
+            super().on_body(body)
+        elif cycle.more_body:
+            cycle.parts.append(body)
+            cycle.size += len(body)
+            if cycle.size > self.max_body:
+                self._start_direct(cycle)  # to be refused; the rest is not kept
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self.receiving_since = None
+        cycle = self.cycle
+        if type(cycle) is not DirectCycle:
+            super().on_message_complete()
+        elif cycle.more_body:
+            self._start_direct(cycle)
+
+    def _start_direct(self, cycle: DirectCycle) -> None:
+        cycle.more_body = False
+        cycle.task = self.loop.create_task(self.app(self.scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
+
+    def on_direct_response(self) -> None:
+        """A direct cycle has sent its response: read on, or serve what was pipelined behind it."""
+        self.direct = None
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        else:
+            self.idle_since = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        cycle, self.direct = self.direct, None
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            if cycle.on_lost is not None:
+                cycle.on_lost()
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether this client takes too long in all to send a request (an inactivity limit would not stop a slow drip)."""
+        if self.receiving_since is not None:
+            limit = self.listen.header_timeout_s if self._in_head else self.listen.body_timeout_s
+            return now - self.receiving_since > limit
+        return self.idle_since is not None and now - self.idle_since > self.timeout_keep_alive
+
+
+_ROUTES = {path.encode(): path for path in DIALECTS}
+
+
+def protocol_class(limits: Listen) -> type[GatewayProtocol]:
+    """The protocol with these limits (uvicorn makes its instances, so they cannot be arguments)."""
+
+    class LimitedProtocol(GatewayProtocol):
+        listen = limits
+        max_head = int(limits.max_header_kb * 1024)
+        max_body = int(limits.max_body_mb * (1 << 20))
+
+    return LimitedProtocol
 
 
 class Server(uvicorn.Server):
@@ -127,7 +234,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app, host=listen.host, port=listen.port, http=protocol_class(listen), ws="none", loop="uvloop", lifespan="on",
             access_log=False, log_config=None, server_header=False, timeout_keep_alive=75, backlog=4096,
-            timeout_graceful_shutdown=int(grace_s), proxy_headers=False,
+            timeout_graceful_shutdown=int(grace_s), proxy_headers=False, interface="asgi3",
         )  # fmt: skip
         super().__init__(config)
         self._on_started = on_started

@@ -23,7 +23,7 @@ class BlockChain:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChainState:
     """A checkpoint in a canonical byte stream: everything needed to go on hashing from here.
 
@@ -53,13 +53,18 @@ class ChainState:
             return ChainState(size, self.parent, self.hashes, stream, length)
         parent = self.parent
         # iter_unpack cuts the blocks in C; slicing in the loop takes a third longer.
-        blocks = struct.iter_unpack(f"{size}s", memoryview(stream)[:full])
+        blocks = _block_cutter(size).iter_unpack(memoryview(stream)[:full])
         new = [parent := xxh3_64_intdigest(block, parent) for (block,) in blocks]
         return ChainState(size, parent, self.hashes + new if self.hashes else new, stream[full:], length)
 
     def chain(self) -> BlockChain:
         """The chain of all full blocks so far."""
         return BlockChain(self.hashes, self.length)
+
+
+@lru_cache
+def _block_cutter(size: int) -> struct.Struct:
+    return struct.Struct(f"{size}s")
 
 
 @lru_cache(maxsize=4096)
