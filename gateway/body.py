@@ -23,6 +23,7 @@ from gateway.dialects import BadRequest, Dialect
 from kvindex.chain import BlockChain, ChainState, identity_seed
 
 RAW_BLOCK = 8192  # bytes; granularity at which known raw prefixes are found
+TRACKED_BLOCKS = 2  # bodies shorter than this many index blocks are placed by load alone
 # Anthropic's clients mark the last messages with cache_control and unmark them in the next turn, so their bytes change.
 _MARKED_ITEMS = 3
 
@@ -105,6 +106,11 @@ class BodyReader:
 
     def read(self, dialect: Dialect, body: bytes, tenant: str = "") -> ParsedBody:
         """Parse `body`. Raises BadRequest."""
+        if len(body) < TRACKED_BLOCKS * self.block_bytes:
+            # a prompt this short costs less to prefill anew than any worker's prefill costs at least: no identity, only a length
+            fields = loads(body)
+            dialect.items(fields)
+            return ParsedBody(fields, BlockChain([], len(body)), dialect.is_volatile(fields))
         if len(body) < 2 * RAW_BLOCK:
             return self._read_whole(dialect, body, tenant, None)
         view = memoryview(body)
