@@ -43,7 +43,7 @@ class Upstream(Strict):
     idle_s: float = Field(4.0, gt=0, description="idle connections are closed after this; below the worker's own keep-alive (5 s)")
     keepalive_s: float = Field(15.0, gt=0, description="a stream that is silent for this long gets a keepalive event")
     attempts: int = Field(3, ge=1, description="workers tried before a request that has sent nothing to its client fails")
-    probe_interval_s: float = Field(0.5, gt=0)
+    probe_interval_s: float = Field(1.0, gt=0, description="half of it for a worker that is down")
     probe_timeout_s: float = Field(2.0, gt=0)
     probe_failures: int = Field(3, ge=1, description="probes without an answer until a worker counts as down (a refusal counts at once)")
 

@@ -100,7 +100,7 @@ class Warm:
     c      arrivals/s per worker x (wait + own) / (1 - utilisation): the delay that one second of work adds to those who arrive
            before the queue has drained. Near zero when idle, so idle workers are used freely; near saturation sessions hold still.
     evict  seconds to recompute what would no longer fit, with every live session at its expected peak; zero at home.
-    crowd  first turns only: the expected waits that this session and those at home there will cause each other.
+    crowd  the expected waits that this session and the others at home there will cause each other.
 
     A session whose home has nothing to prefill stays there without further ado: no other worker can be cheaper by more than
     a difference in decode speed, which does not pay for a second copy of its cache.
@@ -114,16 +114,17 @@ class Warm:
         home = session.home if session is not None else None
         first = home is None
         if home is not None and not home.prefilling and home.decoding < home.slots and home.id in cached and home in candidates:
+            session.regret = 0.0  # type: ignore[union-attr]
             return only(home)
         congestion = placement.congestion
         count = len(candidates)
         pressure = congestion.arrivals_per_s / count / (1.0 - min(congestion.work_per_s / count, 0.95))
-        peak = sessions.expected_peak(session, total)
+        peak = sessions.expected_peak(session, total) if session is not None else total
         best_cached = max(cached.values()) if first and cached else 0.0
         repeated = crowding = 0.0
         if session is not None:
             if first:
-                repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session) / count)
+                repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session))
             # expected waits per pair of sessions at home together: turns to come x chance to meet x length of what is met
             if congestion.arrivals_per_s > 0.0:
                 mean_work = congestion.work_per_s / congestion.arrivals_per_s
@@ -155,7 +156,27 @@ class Warm:
             cost = worker.network_s + wait + own + priced + decode + evict + crowd
             ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held))
         ranked.sort()
+        if session is not None and home is not None:
+            _hold_still(session, home, ranked)
         return ranked
+
+
+def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -> None:
+    """Put the home first unless leaving it has become worth what the other worker would have to compute.
+
+    The rule of online page migration: what staying has cost beyond the best other worker is added up, never below zero, and
+    the session moves when the sum reaches the price of a move. A long wait moves it at once, and many short ones do in time;
+    a single one of the size of the recomputation does not: it is over before the next turn, and estimates are no better.
+    """
+    place = next((i for i, entry in enumerate(ranked) if entry[4] is home), None)
+    if place is None or len(ranked) == 1:
+        return
+    at_home = ranked[place]
+    elsewhere = ranked[0] if place else ranked[1]
+    session.regret = max(0.0, session.regret + at_home[0] - elsewhere[0])
+    if place and session.regret < elsewhere[6] + elsewhere[7]:
+        del ranked[place]
+        ranked.insert(0, at_home)
 
 
 class RoundRobin:

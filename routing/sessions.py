@@ -20,7 +20,7 @@ _PEAK_SAMPLES = 256
 class Session:
     """One conversation: a growing prompt whose prefix stays."""
 
-    __slots__ = ("context", "home", "key", "last_seen", "leaf", "peak", "root", "turns")
+    __slots__ = ("context", "home", "key", "last_seen", "leaf", "peak", "regret", "root", "turns")
 
     def __init__(self, key: Hashable, root: int, now: float):
         self.key = key
@@ -30,6 +30,7 @@ class Session:
         self.context = 0.0  # largest prompt so far, tokens
         self.peak = 0.0  # expected largest, tokens: what it counts in its home's working set
         self.turns = 0
+        self.regret = 0.0  # seconds that staying at home has cost of late, see `policies`
         self.last_seen = now
 
 
@@ -132,6 +133,7 @@ class SessionTable:
             home.live_sessions -= 1
             home.working_set = home.working_set - session.peak if home.live_sessions else 0.0
             session.home = None
+            session.regret = 0.0
 
     def _end(self, session: Session) -> None:
         self._leave_home(session)

@@ -83,7 +83,7 @@ class Monitor:
         endpoints: list[Endpoint],
         on_change: Callable[[Endpoint, str], Awaitable[None] | None],
         *,
-        interval_s: float = 0.5,
+        interval_s: float = 1.0,
         timeout_s: float = 2.0,
         failures: int = 3,
         scrape_s: float = 5.0,
@@ -99,7 +99,7 @@ class Monitor:
 
     async def start(self) -> None:
         """Probe every worker once, so that what answers is known before the first request, then go on in the background."""
-        limits = httpx.Limits(max_keepalive_connections=0)  # a probe on a kept connection would not notice a closed port
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
         await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints))
         for endpoint in self.endpoints:
@@ -115,7 +115,7 @@ class Monitor:
     async def _watch(self, endpoint: Endpoint) -> None:
         until_scrape = 0.0
         while True:
-            await asyncio.sleep(self.interval_s)
+            await asyncio.sleep(self.interval_s if endpoint.up else self.interval_s / 2)
             try:
                 if not endpoint.up or self._silent_s(endpoint) > max(self.interval_s, _LIVELY_S):
                     await self.check(endpoint)
