@@ -169,6 +169,11 @@ class Dialect:
             return b"".join(item.to_bytes(4, "little", signed=True) for item in items if -(1 << 31) <= item < 1 << 31)
         return b"".join(map(item_bytes, items))
 
+    @property
+    def usage_mark(self) -> bytes:
+        """What stands in every event that reports usage and in no other (quotes inside strings are escaped)."""
+        return b'"output_tokens"' if self.name in ("messages", "responses") else b'"completion_tokens"'
+
     # --- errors ---
 
     def error(self, status: int, message: str, *, code: str | None = None, param: str | None = None, request_id: str = "") -> bytes:

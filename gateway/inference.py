@@ -44,10 +44,10 @@ _DROPPED = frozenset((
     b"date", b"server", b"content-length", b"x-request-id",
 ))  # fmt: skip
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_EMPTY_CONTENT = re.compile(rb'"content"\s*:\s*(?:""|null)')
+_EMPTY_CONTENT = re.compile(rb'"content"\s*:\s*(?:""|null)|"choices"\s*:\s*\[\s*\]|"delta"\s*:\s*\{\s*"role"\s*:\s*"\w+"\s*\}')
+_AFTER_EVENT = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _CHAT_CONTENT = re.compile(rb'"(?:tool_calls|reasoning|reasoning_content|error)"\s*:\s*[^n\s]|"finish_reason"\s*:\s*"')
 _RESPONSES_CONTENT = re.compile(rb'"type"\s*:\s*"(?:response\.(?!created|queued|in_progress)|error)')
-_LOOK_FOR = b'_tokens"'  # in every event that reports usage, in no other that is common
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -111,11 +111,7 @@ class Relay:
         if not marks:
             return False
         if self.itl is not None:
-            last = self.last_at
-            for at in marks:
-                if at > last:
-                    self.itl.observe(at - last)
-                    last = at
+            self.itl.observe_gaps(self.last_at, marks)
         self.output_events += len(marks)
         self.last_at = marks[-1]
         marks.clear()
@@ -232,7 +228,7 @@ class Inference:
         wants_usage = relay.streamed and relay.dialect.name in ("chat", "completions")
         if wants_usage and not (isinstance(options, dict) and options.get("include_usage")):
             relay.hide_usage = True
-        if served != model or (relay.hide_usage and options is not None):
+        if served != model or (relay.hide_usage and "stream_options" in fields):
             whole = loads(body)
             whole["model"] = served
             if relay.hide_usage:
@@ -356,6 +352,8 @@ class Inference:
                     raise
                 self.metrics.retries["stale_connection"] = self.metrics.retries.get("stale_connection", 0) + 1
                 exchange = relay.exchange = await pool.send(head, body, fresh=True)
+                if relay.gone:
+                    raise Interrupted("client") from None
                 status = await exchange.head()
             while not status:  # nudged: the worker is silent
                 await self._keepalive(relay, decision)
@@ -414,7 +412,7 @@ class Inference:
         relay.status = exchange.status
         relay.started = True
         await relay.send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        relay.content_sent = True
+        relay.content_sent = exchange.committed = True
         tail = b""
         data: bytes | None = held
         while data != b"":
@@ -429,7 +427,7 @@ class Inference:
         """Server-sent events: passed on as they come, one write per read; scanned, not parsed, except for usage."""
         connection, send = relay.connection, relay.send
         held = b""  # a preamble without content, kept back so that another worker can still take over
-        carry = b""  # an event of which only a part has come, where it may hold usage
+        carry = b""  # an event of which only a part has come
         while not held or (len(held) < _BUFFER_LIMIT and not _content_begun(relay.dialect, held)):
             data = await exchange.read()
             if data is None:
@@ -439,12 +437,13 @@ class Inference:
                 break
             held += data
         now = relay.first_at = relay.last_at = clock()
-        relay.marks.append(now)
+        relay.output_events = 1
         decision.reservation.first_token(now)
-        if _LOOK_FOR in held:
-            held, carry = self._usage_events(relay, held)
+        look_for = relay.dialect.usage_mark
+        if look_for in held or not held.endswith(b"\n\n"):
+            held, carry = self._whole_events(relay, held)
         await self._start_stream(relay, decision, exchange)
-        relay.content_sent = True
+        relay.content_sent = exchange.committed = True
         await send({"type": "http.response.body", "body": held, "more_body": True})
 
         relay.itl = self.metrics.of(decision.request.model, relay.tier, decision.worker.id).itl
@@ -458,14 +457,14 @@ class Inference:
             # what the splice does not pass on by itself
             nonlocal carry
             splice.mark(clock())
-            if carry or _LOOK_FOR in data:
-                data, carry = self._usage_events(relay, carry + data)
+            if carry or look_for in data or not data.endswith(b"\n\n"):
+                data, carry = self._whole_events(relay, carry + data)
                 splice.looking = bool(carry)
             if data:
                 write(data if flow is _PAUSED else b"%x\r\n%b\r\n" % (len(data), data))
             return not flow.write_paused
 
-        splice = Splice(write, flow, relay.marks.append, _LOOK_FOR if flow is not _PAUSED else b"", deliver)
+        splice = Splice(write, flow, relay.marks.append, look_for if flow is not _PAUSED else b"", deliver)
         splice.looking = bool(carry)
         while True:
             if data := exchange.take():
@@ -475,7 +474,9 @@ class Inference:
                 unsent.clear()
             elif connection is not None and flow.write_paused:
                 await flow.drain()
-            if exchange.complete and not exchange.unread:
+            if exchange.unread:  # came while the client was waited for
+                continue
+            if exchange.complete:
                 break
             if await exchange.pipe(splice):
                 await self._keepalive(relay, decision)
@@ -484,20 +485,20 @@ class Inference:
         scan_usage(carry, relay.usage)
         await send({"type": "http.response.body", "body": carry})
 
-    def _usage_events(self, relay: Relay, data: bytes) -> tuple[bytes, bytes]:
-        """Take usage out of the complete events in `data`; returns what to pass on now and the incomplete rest.
+    def _whole_events(self, relay: Relay, data: bytes) -> tuple[bytes, bytes]:
+        """Read the usage in the complete events of `data`; returns what to pass on now and the event that has come in part.
 
-        The usage event that only the gateway asked for (`choices: []`) is taken out of the stream.
+        A part of an event is of no use to the client, and it cannot be told yet whether it reports usage. If the worker dies in
+        the middle of it, the error that follows is an event of its own. The usage event that only the gateway asked for
+        (`choices: []`) is taken out of the stream.
         """
-        end = data.rfind(b"\n\n") + 2
-        if end == 1:
-            end = data.rfind(b"\r\n\r\n") + 4
-            if end == 3:
-                return (data, b"") if len(data) > _EVENT_LIMIT else (b"", data)
+        end = _end_of_events(data)
+        if not end:
+            return (data, b"") if len(data) > _EVENT_LIMIT else (b"", data)
         complete, rest = data[:end], data[end:]
         scan_usage(complete, relay.usage)
-        if relay.hide_usage:
-            kept = [event for event in re.split(rb"(?<=\n\n)", complete) if event and not _is_usage_only(event)]
+        if relay.hide_usage and b'"usage"' in complete:
+            kept = [event for event in _AFTER_EVENT.split(complete) if event and not _is_usage_only(event)]
             complete = b"".join(kept)
         return complete, rest
 
@@ -510,7 +511,10 @@ class Inference:
         if exchange is None:
             headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
         headers += _STREAM_HEADERS
-        await relay.send({"type": "http.response.start", "status": 200, "headers": headers})
+        if relay.connection is not None:
+            relay.connection.start_chunked(200, headers)
+        else:
+            await relay.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _keepalive(self, relay: Relay, decision: Decision) -> None:
         """The worker is silent: say something, so that neither the client nor a proxy between gives up."""
@@ -587,8 +591,8 @@ class Inference:
         relay.settle()
         ttft = None
         if relay.first_at:
-            ttft = relay.first_at - relay.started_at
-            series.ttft.observe(ttft)
+            series.ttft.observe(relay.first_at - relay.started_at)
+            ttft = relay.first_at - decision.placed_at  # this worker's part of it, without what was tried before
         if relay.status != 200:
             return
         series.e2e.observe(now - relay.started_at)
@@ -637,8 +641,18 @@ async def _watch(receive: Any, relay: Relay) -> None:
     relay.client_left()
 
 
+def _end_of_events(data: bytes) -> int:
+    """Where the last complete event in `data` ends; 0 where there is none."""
+    lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+    return max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
+
+
 def _content_begun(dialect: Dialect, data: bytes) -> bool:
     """Whether the events so far hold output, not only a preamble (role chunk, message_start, response.created)."""
+    if not data.endswith(b"\n\n"):
+        data = data[: _end_of_events(data)]
+        if not data:
+            return False
     if dialect.name == "chat":
         return not _EMPTY_CONTENT.search(data) or data.count(b"data:") > 1 or _CHAT_CONTENT.search(data) is not None
     if dialect.name == "messages":

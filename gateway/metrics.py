@@ -34,6 +34,14 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_gaps(self, last: float, marks: list[float]) -> None:
+        """Observe the gaps between `last` and the first of these times, and from each to the next."""
+        bounds, counts = self.bounds, self.counts
+        self.total += marks[-1] - last
+        for at in marks:
+            counts[bisect_left(bounds, at - last)] += 1
+            last = at
+
     def cumulative(self) -> list[tuple[str, float]]:
         """Buckets the way Prometheus wants them."""
         buckets, running = [], 0

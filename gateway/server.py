@@ -66,6 +66,21 @@ class DirectCycle(RequestResponseCycle):
         """Send a whole response at once, past ASGI. Header names are lower case, and the length is added here."""
         if self.disconnected or self.response_started:
             return
+        head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
+        self.response_complete = True
+        self.transport.write(head + body)
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+    def start_chunked(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head of a chunked response; `send` (or `chunk_writer`) goes on from there."""
+        if not self.disconnected and not self.response_started:
+            self.chunked_encoding = True
+            self.transport.write(self._head(status, headers, b"transfer-encoding: chunked\r\n"))
+
+    def _head(self, status: int, headers: list[tuple[bytes, bytes]], framing: bytes) -> bytes:
+        self.response_started = True
         lines = [STATUS_LINE[status]]
         for name, value in self.default_headers:
             lines += (name, b": ", value, b"\r\n")
@@ -74,13 +89,8 @@ class DirectCycle(RequestResponseCycle):
                 self.keep_alive = False  # the only value this gateway sends is "close"
             else:
                 lines += (name, b": ", value, b"\r\n")
-        lines.append(b"content-length: %d\r\n%b\r\n" % (len(body), b"" if self.keep_alive else b"connection: close\r\n"))
-        lines.append(body)
-        self.response_started = self.response_complete = True
-        self.transport.write(b"".join(lines))
-        if not self.keep_alive:
-            self.transport.close()
-        self.on_response()
+        lines += (framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
 
     def chunk_writer(self) -> Callable[[bytes], None]:
         """For a chunked response that has started: a function that sends bytes which are framed as chunks, past ASGI."""

@@ -20,7 +20,7 @@ import httptools
 from gateway.outbox import outbox
 
 HIGH_WATER = 256 * 1024
-_CR = 13
+_CR, _LF = 13, 10
 
 clock = time.perf_counter
 
@@ -72,7 +72,7 @@ class Exchange:
     """One request on one connection: status and headers, then body pieces as they arrive."""
 
     __slots__ = (
-        "_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_waiter", "complete", "headers", "status",
+        "_buffered", "_connection", "_failure", "_loop", "_nudged", "_parts", "_waiter", "committed", "complete", "headers", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection):
@@ -86,6 +86,7 @@ class Exchange:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.committed = False  # set by the relay: its client has seen output of this worker, so no other can take over
 
     # --- the relay's side ---
 
@@ -257,6 +258,7 @@ class Connection(asyncio.Protocol):
                 and (size < 256 or data[3] == _CR)
                 and splice.look_for not in data
                 and not splice.looking
+                and data[-3] == data[-4] == _LF  # an event that has come in part is held back
             ):
                 splice.mark(clock())
                 splice.write(data)
@@ -473,12 +475,12 @@ class Pool:
         while self._idle and self._idle[0].idle_since < fresh_enough:
             self._idle.popleft()._drop()
 
-    def interrupt_all(self, only_unanswered: bool = True) -> int:
-        """End what is under way here (the worker was declared down); returns how many exchanges that were."""
+    def interrupt_all(self) -> int:
+        """End what another worker can still do (this one was declared down); returns how many exchanges that were."""
         ended = 0
         for connection in list(self.connections):
             exchange = connection.exchange
-            if exchange is not None and not (only_unanswered and connection.answered):
+            if exchange is not None and not exchange.committed:
                 exchange.interrupt("worker")
                 ended += 1
         return ended

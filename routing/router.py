@@ -55,6 +55,7 @@ class Decision:
     cached_tokens: float  # predicted
     wait_s: float  # predicted
     prefill_s: float  # predicted, own work
+    placed_at: float  # the clock's time of the decision
     candidates: list[tuple[Any, ...]]  # the chosen one first, each with the terms of its cost (fields of `Terms`)
 
     def explain(self) -> dict[str, object]:
@@ -206,7 +207,7 @@ class Router:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
             self.memory.record(worker.id, session.key, hashes, now)
-        return Decision(request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, ranked)
+        return Decision(request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked)
 
     # --- what came of them ---
 

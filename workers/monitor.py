@@ -86,7 +86,7 @@ class Monitor:
         interval_s: float = 1.0,
         timeout_s: float = 2.0,
         failures: int = 3,
-        scrape_s: float = 5.0,
+        scrape_s: float = 10.0,
     ):
         self.endpoints = endpoints
         self.on_change = on_change

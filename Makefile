@@ -1,0 +1,53 @@
+# make setup     a virtual environment in .venv with the locked dependencies and this project
+# make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
+# make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
+# make lint      ruff and mypy;   make bench     the benchmarks;   make lock  new pins from pyproject.toml
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: setup demo test test-e2e lint bench lock clean
+
+setup: $(VENV)/.ready
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "warmroute needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(PYTHON) -m virtualenv -q $(VENV); } || \
+		{ echo "no virtual environment could be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+# the locked dependencies first (a stamp of their own: they take the longest), then the project itself without any
+$(VENV)/.locked: requirements.lock | $(BIN)/python
+	$(BIN)/python -m pip install -q --require-hashes -r requirements.lock
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.locked pyproject.toml
+	$(BIN)/python -m pip install -q --no-deps -e .
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m loadgen.demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not e2e and not slow" $(ARGS)
+
+test-e2e: setup
+	$(BIN)/python -m pytest -m "e2e or slow" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/index.py
+	$(BIN)/python benchmarks/overhead.py
+
+lock: setup
+	$(BIN)/python -m pip install -q uv
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
+		--no-header --upgrade -q -o requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
