@@ -103,7 +103,10 @@ class Tier(Strict):
     weight: float = Field(1.0, gt=0, description="share under contention")
 
 
-def _default_tiers() -> dict[str, Tier]:
+TierName = Literal["latency", "standard", "throughput"]
+
+
+def _default_tiers() -> dict[TierName, Tier]:
     return {"latency": Tier(), "standard": Tier(), "throughput": Tier()}
 
 
@@ -124,7 +127,7 @@ class Config(BaseSettings):
     workers: list[WorkerConfig] = Field(default_factory=list)
     index: IndexConfig = Field(default_factory=IndexConfig)
     policy: POLICY_NAMES = Field("warm", description="routing policy")
-    tiers: dict[Literal["latency", "standard", "throughput"], Tier] = Field(default_factory=_default_tiers)
+    tiers: dict[TierName, Tier] = Field(default_factory=_default_tiers)
     admin: Admin = Field(default_factory=Admin)
     strip_volatile_prefix: bool = Field(True, description="cut lines that change with every request (x-anthropic-billing-header)")
 

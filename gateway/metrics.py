@@ -119,8 +119,8 @@ class Metrics(Collector):
         ]
         histograms = [(attr, HistogramMetricFamily(f"warmroute_{name}", text, labels=LABELS)) for attr, name, text in times]
         for labels, series in self.series.items():
-            for status, count in series.statuses.items():
-                requests.add_metric((*labels, str(status)), count)
+            for code, count in series.statuses.items():
+                requests.add_metric((*labels, str(code)), count)
             for (policy, reason), count in series.reasons.items():
                 decisions.add_metric((*labels, policy, reason), count)
             for name, family in counters:

@@ -51,10 +51,10 @@ class DirectCycle(RequestResponseCycle):
         """The body, whole; then nothing but the client's leaving."""
         if self.parts or not self.response_started and not self.disconnected and self.size == 0:
             return {"type": "http.request", "body": self.take_body(), "more_body": False}
-        gone = asyncio.get_running_loop().create_future()
-        self.on_lost = lambda: gone.done() or gone.set_result(None)
+        gone = asyncio.Event()
+        self.on_lost = gone.set
         if not self.disconnected:
-            await gone
+            await gone.wait()
         return {"type": "http.disconnect"}
 
     def take_body(self) -> bytes:
@@ -96,7 +96,7 @@ class DirectCycle(RequestResponseCycle):
         """For a chunked response that has started: a function that sends bytes which are framed as chunks, past ASGI."""
         transport = self.transport
         transport.flush()  # type: ignore[attr-defined]
-        return transport.write_now  # type: ignore[attr-defined,no-any-return]
+        return transport.write_now  # type: ignore[attr-defined]
 
 
 class _NoEvent:
@@ -122,7 +122,7 @@ class GatewayProtocol(HttpToolsProtocol):
     receiving_since: float | None = None
     idle_since: float | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.transport = BatchedTransport(self.transport, outbox())  # type: ignore[assignment]
         self.receiving_since = self.loop.time()
@@ -166,7 +166,7 @@ class GatewayProtocol(HttpToolsProtocol):
             "query_string": query,
             "headers": self.headers,
             "client": self.client,
-            "extensions": {"warmroute.connection": cycle},
+            "extensions": {"warmroute.connection": cycle},  # type: ignore[dict-item]
         }
         if self.expect_100_continue:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -192,7 +192,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _start_direct(self, cycle: DirectCycle) -> None:
         cycle.more_body = False
-        cycle.task = self.loop.create_task(self.app(self.scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
+        cycle.task = self.loop.create_task(self.app(self.scope, cycle.receive, cycle.send))
 
     def on_direct_response(self) -> None:
         """A direct cycle has sent its response: read on, or serve what was pipelined behind it."""
@@ -271,4 +271,4 @@ class Server(uvicorn.Server):
             now = loop.time()
             for connection in list(self.server_state.connections):
                 if getattr(connection, "is_overdue", lambda _: False)(now):
-                    connection.transport.close()  # type: ignore[union-attr]
+                    connection.transport.close()

@@ -7,10 +7,10 @@ staleness costs 14 % of TTFT p99). A `Reservation` has two parts: its prefill en
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from routing.calibration import ConfigurationScale, WorkerScale
 from workers.profile import WorkerProfile
 
 DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
@@ -82,19 +82,36 @@ class Worker:
     # sessions that live here (kept by SessionTable)
     live_sessions: int = 0
     working_set: float = 0.0
-    # calibration: observed over modelled time
-    prefill_scale: float = 1.0
-    decode_scale: float = 1.0
     # scraped: for health and dashboards, never the primary load signal
     scraped_running: float = 0.0
     scraped_waiting: float = 0.0
     scraped_kv_use: float = 0.0
 
     def __post_init__(self) -> None:
+        self.calibrate_with(ConfigurationScale(), ConfigurationScale())
         self.reconfigure(self.profile)
 
+    def calibrate_with(self, prefill: ConfigurationScale, decode: ConfigurationScale) -> None:
+        """Learn together with the workers of these; what was learned alone is dropped."""
+        self.prefill_calibration, self.decode_calibration = WorkerScale(prefill), WorkerScale(decode)
+
+    @property
+    def prefill_scale(self) -> float:
+        """Observed over modelled prefill time."""
+        return self.prefill_calibration.value
+
+    @property
+    def decode_scale(self) -> float:
+        """Observed over modelled decode time."""
+        return self.decode_calibration.value
+
+    def leave_calibration(self) -> None:
+        """Learn no longer together with others (before the worker is removed or calibrates with others)."""
+        self.prefill_calibration.leave()
+        self.decode_calibration.leave()
+
     def reconfigure(self, profile: WorkerProfile) -> None:
-        """Take another engine configuration (after discovery). Calibration starts anew when the latency model changed."""
+        """Take another engine configuration (after discovery)."""
         self.profile = profile
         model = profile.latency_model()
         # plain attributes: these are read for every candidate of every decision
@@ -111,16 +128,16 @@ class Worker:
 
     def prefill_s(self, uncached: float, total: float) -> float:
         """Calibrated seconds to prefill `uncached` of `total` prompt tokens once it runs."""
-        return self.prefill_scale * (self.base + uncached * (self.per_token + self.per_pair * total))
+        return self.prefill_calibration.value * (self.base + uncached * (self.per_token + self.per_pair * total))
 
     def token_s(self, context: float) -> float:
         """Calibrated seconds to recompute one token in a context of this length."""
-        return self.prefill_scale * (self.per_token + self.per_pair * context)
+        return self.prefill_calibration.value * (self.per_token + self.per_pair * context)
 
     def step_s(self) -> float:
         """Calibrated seconds per output token of the batch as it is."""
         step = self.step_base + self.step_seq * self.decoding + self.step_kv * self.active_tokens
-        return self.decode_scale * step / self.tokens_per_step
+        return self.decode_calibration.value * step / self.tokens_per_step
 
     def joined_step_s(self, prompt_tokens: float) -> float:
         """Expected seconds per output token of a request that joins the batch now, as a mean over its decode.
@@ -128,7 +145,7 @@ class Worker:
         Those that decode now are on average half done, so each is there for half of that time.
         """
         step = self.step_base + self.step_seq * (0.5 * self.decoding + 1.0) + self.step_kv * (0.5 * self.active_tokens + prompt_tokens)
-        return self.decode_scale * step / self.tokens_per_step
+        return self.decode_calibration.value * step / self.tokens_per_step
 
     def wait_s(self, now: float) -> float:
         """Seconds until the engine could start another prefill, from what this gateway has assigned to it."""
@@ -159,20 +176,9 @@ class Worker:
 
     def observe_prefill(self, observed_s: float, modelled_s: float) -> None:
         """Correct the prefill calibration: `modelled_s` is what the current calibration said of the observed time."""
-        self.prefill_scale = _corrected(self.prefill_scale, observed_s, modelled_s)
+        self.prefill_calibration.observe(observed_s, modelled_s)
 
     def observe_decode(self, observed_s: float, modelled_s: float) -> None:
         """Correct the decode calibration by one request's mean time per output token."""
-        self.decode_scale = _corrected(self.decode_scale, observed_s, modelled_s)
+        self.decode_calibration.observe(observed_s, modelled_s)
 
-
-_LEARNING_RATE = 0.1
-_SCALE_RANGE = (1e-3, 1e3)
-
-
-def _corrected(scale: float, observed_s: float, modelled_s: float) -> float:
-    """A step in log space: a ratio of 2 and one of 1/2 cancel, and one outlier moves it by at most a factor of 10^0.1."""
-    if observed_s <= 0 or modelled_s <= 0:
-        return scale
-    error = max(-2.3, min(2.3, math.log(observed_s / modelled_s)))
-    return min(max(scale * math.exp(_LEARNING_RATE * error), _SCALE_RANGE[0]), _SCALE_RANGE[1])

@@ -134,7 +134,7 @@ class Warm:
         ranked: list[tuple[Any, ...]] = []
         for place, worker in enumerate(candidates):
             held = cached.get(worker.id, 0.0)
-            scale = worker.prefill_scale
+            scale = worker.prefill_calibration.value
             token_s = scale * (worker.per_token + worker.per_pair * total)
             own = scale * worker.base + (total - held) * token_s
             if held < best_cached:
@@ -230,6 +230,6 @@ class SessionAffinity:
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy  # type: ignore[type-abstract]
+    policy.name: policy
     for policy in (Warm, RoundRobin, Random, LeastLoaded, SessionAffinity)
 }

@@ -9,6 +9,7 @@ from typing import Any
 from kvindex.index import KVIndex
 from kvindex.routing_memory import RoutingMemory
 from kvindex.token_ratio import TokenRatio
+from routing.calibration import ConfigurationScale
 from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Worker
 from routing.policies import POLICIES, Congestion, Placement, Policy, Terms
 from routing.sessions import Session, SessionTable
@@ -75,6 +76,11 @@ class Decision:
         }  # fmt: skip
 
 
+def _configuration(profile: WorkerProfile) -> WorkerProfile:
+    """What makes two workers equally fast: the profile without sizes and price."""
+    return profile.model_copy(update={"model": None, "kv_capacity_tokens": 1, "block_size": 1, "price_per_hour": 0.0, "role": "both"})
+
+
 class Router:
     """Owns the fleet's state. `block_units` is the index block in the chain's units (bytes in text mode)."""
 
@@ -96,6 +102,7 @@ class Router:
         self.workers: dict[str, Worker] = {}
         self._serving: dict[str, list[Worker]] = {}  # model -> workers, up or not
         self._up: dict[str, list[Worker]] = {}  # the same without those that are down; made when first asked for
+        self._scales: dict[WorkerProfile, tuple[ConfigurationScale, ConfigurationScale]] = {}
         self.policy: Policy = POLICIES[policy]()
 
     # --- the fleet ---
@@ -105,8 +112,12 @@ class Router:
         worker = self.workers.get(worker_id)
         if worker is None:
             worker = self.workers[worker_id] = Worker(worker_id, profile or WorkerProfile())
+            self._calibrate(worker)
         elif profile is not None and profile != worker.profile:
+            same = _configuration(profile) == _configuration(worker.profile)
             worker.reconfigure(profile)
+            if not same:
+                self._calibrate(worker)
         for serving in self._serving.values():
             if worker in serving:
                 serving.remove(worker)
@@ -124,6 +135,13 @@ class Router:
                 serving.remove(worker)
         self._up.clear()
         self.lost_cache(worker)
+        worker.leave_calibration()
+
+    def _calibrate(self, worker: Worker) -> None:
+        """Let a worker learn together with those of its configuration."""
+        prefill, decode = self._scales.setdefault(_configuration(worker.profile), (ConfigurationScale(), ConfigurationScale()))
+        worker.leave_calibration()
+        worker.calibrate_with(prefill, decode)
 
     def set_up(self, worker: Worker, up: bool) -> None:
         """Take a worker out of the candidates, or back in."""
