@@ -305,7 +305,8 @@ class Inference:
                 error = failed
                 trouble = f"worker {worker.id} answered {failed.status}"
             except UpstreamError as failed:
-                self.fleet.suspect(worker.id, str(failed), refused=failed.kind == "connect")
+                if failed.kind != "local":
+                    self.fleet.suspect(worker.id, str(failed), refused=failed.kind == "connect")
                 trouble = f"worker {worker.id}: {failed}"
                 if relay.content_sent:
                     await self._break_off(relay, decision, trouble)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from gateway.outbox import outbox
+from workers.monitor import LOCAL_ERRORS
 
 HIGH_WATER = 256 * 1024
 _CR, _LF = 13, 10
@@ -26,7 +27,7 @@ clock = time.perf_counter
 
 
 class UpstreamError(Exception):
-    """The worker failed. `kind` is one of connect, closed, protocol.
+    """The worker failed. `kind` is one of connect, closed, protocol; or local, where this side could not even ask it.
 
     `answered` is true once response bytes had come; `stale` when a pooled connection died before any: the worker had closed
     it while it lay idle and has not seen the request, so one try on a new connection is due.
@@ -454,7 +455,9 @@ class Pool:
         except TimeoutError as error:
             raise UpstreamError("connect", f"no connection to {self.host}:{self.port} within {self.connect_timeout_s:g} s") from error
         except OSError as error:
-            raise UpstreamError("connect", f"cannot connect to {self.host}:{self.port}: {error}") from error
+            # without file descriptors or ports of our own, no worker is to blame
+            kind = "local" if error.errno in LOCAL_ERRORS else "connect"
+            raise UpstreamError(kind, f"cannot connect to {self.host}:{self.port}: {error}") from error
         # the fastest handshake seen of late is the network's round trip; slower ones met a busy worker
         self.rtt_s = min(self._clock() - started, 1.1 * self.rtt_s)
         return connection

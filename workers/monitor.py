@@ -7,6 +7,7 @@ after one good probe. What follows from a change is the caller's business (`on_c
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ LOAD_METRICS = {
     "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
 }
 _LIVELY_S = 2.0  # a worker that has answered a request this lately needs no probe
+LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{([^}]*)\})?\s+([^\s]+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -47,6 +49,15 @@ class Endpoint:
     stated: frozenset[str] = frozenset()  # profile fields that the configuration gave: discovery leaves them alone
     heard: Callable[[], float] = lambda: 0.0  # loop time of the last byte of an answer: a busy worker may be slow to a probe
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def _is_our_own(error: BaseException | None) -> bool:
+    """Whether a connection failed for want of something on this side (file descriptors, ports): no worker's fault."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def parse_samples(text: str) -> dict[str, float]:
@@ -138,6 +149,9 @@ class Monitor:
             response = await self._get(endpoint, "/health")
             healthy, refused, why = response.status_code == 200, False, f"/health answered {response.status_code}"
         except httpx.ConnectError as error:
+            if _is_our_own(error):
+                logger.error("worker %s cannot be probed: %s", endpoint.id, error)
+                return endpoint.up
             healthy, refused, why = False, True, f"connection refused: {error}"
         except httpx.HTTPError as error:
             healthy, refused, why = False, False, f"no answer to /health: {type(error).__name__}"
