@@ -186,7 +186,8 @@ class Dialect:
                     "request_id": request_id or None,
                 }
             )
-        return orjson.dumps({"error": {"message": message, "type": OPENAI_ERRORS.get(status, "server_error"), "param": param, "code": code}})
+        error = {"message": message, "type": OPENAI_ERRORS.get(status, "server_error"), "param": param, "code": code}
+        return orjson.dumps({"error": error})
 
     def stream_error(self, message: str) -> bytes:
         """The in-band event that ends a stream which broke after its first byte; of a class that clients retry."""

@@ -237,9 +237,10 @@ class Inference:
         elif relay.hide_usage:
             at = body.index(b"{") + 1
             body = b'%b"stream_options":{"include_usage":true},%b' % (body[:at], body[at:])
-        if volatile and self.config.strip_volatile_prefix and (at := body.find(_VOLATILE)) >= 0:
+        if volatile and self.config.strip_volatile_prefix:
+            at = body.find(_VOLATILE)
             # only in a system prompt: the nearest mark before it is "system", as a key or as a role
-            if body.rfind(b'"system"', 0, at) > body.rfind(b'"role"', 0, at):
+            if at >= 0 and body.rfind(b'"system"', 0, at) > body.rfind(b'"role"', 0, at):
                 body = _cut_volatile(body, at)
         return body
 
@@ -634,6 +635,7 @@ class Inference:
                     relay.connection.transport.abort()
             for pool in self.fleet.pools.values():
                 pool.drop_stale()
+            self.router.expire(now)
 
 
 async def _watch(receive: Any, relay: Relay) -> None:

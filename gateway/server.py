@@ -44,12 +44,14 @@ class DirectCycle(RequestResponseCycle):
         self.expected_content_length = 0
         self.parts: list[bytes] = []
         self.size = 0
+        self.received = False
         self.task: asyncio.Task[None] | None = None
         self.on_lost: Callable[[], None] | None = None  # set by the application: called when the client leaves
 
     async def receive(self) -> Any:
         """The body, whole; then nothing but the client's leaving."""
-        if self.parts or not self.response_started and not self.disconnected and self.size == 0:
+        if not self.received:
+            self.received = True
             return {"type": "http.request", "body": self.take_body(), "more_body": False}
         gone = asyncio.Event()
         self.on_lost = gone.set

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,11 +52,10 @@ def main(leave: bool, json_file: Path | None, duration: float, trace: Path) -> N
                 json_file.write_bytes(orjson.dumps(_to_json(result), option=orjson.OPT_INDENT_2) + b"\n")
             if not leave:
                 console.print(f"\ndashboard: {fleet.url}/   OpenAI base URL: {fleet.url}/v1   Ctrl-C ends", highlight=False)
-                threading.Event().wait()
+                with suppress(KeyboardInterrupt):
+                    threading.Event().wait()
     except (StartError, ReplayError, TraceError) as error:
         raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        sys.exit(0)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -36,10 +36,6 @@ class Program:
             )
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def running(self) -> bool:
         return self._process.poll() is None
 
@@ -82,25 +78,15 @@ class Program:
 class LocalFleet:
     """Use as a context manager: on entry everything is ready, on exit everything has ended.
 
-    `worker_options` go to `warmroute worker sim`, `gateway_options` to `warmroute serve`. Workers share one process by default;
-    with `separate` each has its own and can be killed alone. Raises StartError on entry.
+    `worker_options` go to `warmroute worker sim`. The workers share one process. Raises StartError on entry.
     """
 
-    def __init__(
-        self,
-        workers: int = 4,
-        worker_options: Sequence[str] = (),
-        gateway_options: Sequence[str] = (),
-        separate: bool = False,
-    ) -> None:
+    def __init__(self, workers: int, worker_options: Sequence[str] = ()) -> None:
         self._count = workers
         self._worker_options = list(worker_options)
-        self._gateway_options = list(gateway_options)
-        self._separate = separate
         self._scratch = tempfile.TemporaryDirectory(prefix="warmroute-")
-        self.workers: list[Program] = []
+        self._programs: list[Program] = []
         self.worker_urls: list[str] = []
-        self.gateway: Program
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -116,26 +102,21 @@ class LocalFleet:
 
     def stop(self) -> None:
         """End every program. May be called twice."""
-        if hasattr(self, "gateway"):
-            self.gateway.stop()
-        for worker in self.workers:
-            worker.stop()
+        for program in reversed(self._programs):
+            program.stop()
         self._scratch.cleanup()
 
     def _start(self) -> None:
-        groups, each = (self._count, 1) if self._separate else (1, self._count)
-        for number in range(groups):
-            options = ["worker", "sim", "--port", "0", "--count", str(each), *self._worker_options]
-            self.workers.append(self._program(f"workers-{number}", options))
-        for worker in self.workers:
-            self.worker_urls += worker.wait_for(r"simulated \S+ on (http://\S+)", each)
-        options = ["serve", "--port", "0", "--workers", ",".join(self.worker_urls), *self._gateway_options]
-        self.gateway = self._program("gateway", options)
-        (self.url,) = self.gateway.wait_for(r"listening on (http://\S+)")
+        workers = self._program("workers", ["worker", "sim", "--port", "0", "--count", str(self._count), *self._worker_options])
+        self.worker_urls = workers.wait_for(r"simulated \S+ on (http://\S+)", self._count)
+        gateway = self._program("gateway", ["serve", "--port", "0", "--workers", ",".join(self.worker_urls)])
+        (self.url,) = gateway.wait_for(r"listening on (http://\S+)")
         ready = httpx.get(f"{self.url}/ready", trust_env=False)
         if ready.status_code != 200 or not all(ready.json()["workers"].values()):
             raise StartError(f"the gateway does not reach every worker: {ready.text}")
 
     def _program(self, name: str, options: Sequence[str]) -> Program:
         # by module name: the gateway is another program to the load generator, never an import
-        return Program(name, [sys.executable, "-m", "gateway.cli", *options], Path(self._scratch.name, f"{name}.log"))
+        program = Program(name, [sys.executable, "-m", "gateway.cli", *options], Path(self._scratch.name, f"{name}.log"))
+        self._programs.append(program)
+        return program

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 PRIOR = 4.0  # observations of its own that weigh as much as the configuration's mean
+NOISE = math.log(1.2)  # a worker this much faster or slower than its kind is not told apart from it
 MEMORY = 20.0  # observations that a mean goes back
 FORGETS_AFTER = 64.0  # observations per worker of the configuration in which one without new evidence forgets its own
 _LOG_RANGE = math.log(1e3)
@@ -69,7 +70,11 @@ class WorkerScale:
     def refresh(self) -> None:
         """Take over what the others have shown since."""
         evidence = self._evidence_now()
-        self.value = math.exp((evidence * self._mean + PRIOR * self._configuration.mean) / (evidence + PRIOR))
+        common = self._configuration.mean
+        own = (self._mean - common) * evidence / (evidence + PRIOR)
+        # equal workers must look exactly equal, or the placement of new sessions follows the noise
+        own = max(own - NOISE, 0.0) + min(own + NOISE, 0.0)
+        self.value = math.exp(common + own)
 
     def _evidence_now(self) -> float:
         elsewhere = self._configuration.observations - self._seen_at

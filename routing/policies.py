@@ -15,6 +15,11 @@ from xxhash import xxh3_64_intdigest
 from routing.fleet import Worker
 from routing.sessions import Session, SessionTable
 
+# Share of the fleet's time that the later turns of live sessions are expected to take at least. What is measured while sessions
+# start says little of what they will do, and without it the first worker to hold a shared prompt would get them all.
+LEAST_LATER_USE = 0.1
+TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
+
 
 @dataclass(slots=True)
 class Placement:
@@ -54,12 +59,16 @@ class Congestion:
         self.window_s = window_s
         self.arrivals_per_s = 0.0
         self.work_per_s = 0.0  # seconds of prefill assigned per second, over the whole fleet
+        self.later_arrivals_per_s = 0.0  # the same of turns that came back to their session's home
+        self.later_work_per_s = 0.0
         self._since: float | None = None
         self._last = 0.0
         self._arrivals = 0.0
         self._work = 0.0
+        self._later_arrivals = 0.0
+        self._later_work = 0.0
 
-    def add(self, prefill_s: float, now: float) -> None:
+    def add(self, prefill_s: float, now: float, at_home: bool = False) -> None:
         """Count one request of this much prefill work."""
         if self._since is None:
             self._since = self._last = now
@@ -68,9 +77,13 @@ class Congestion:
         self._last = now
         self._arrivals = self._arrivals * keep + 1.0
         self._work = self._work * keep + prefill_s
+        self._later_arrivals = self._later_arrivals * keep + at_home
+        self._later_work = self._later_work * keep + (prefill_s if at_home else 0.0)
         seen = min(max(now - self._since, 1.0), self.window_s)
         self.arrivals_per_s = self._arrivals / seen
         self.work_per_s = self._work / seen
+        self.later_arrivals_per_s = self._later_arrivals / seen
+        self.later_work_per_s = self._later_work / seen
 
 
 class Policy(Protocol):
@@ -125,10 +138,11 @@ class Warm:
         if session is not None:
             if first:
                 repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session))
-            # expected waits per pair of sessions at home together: turns to come x chance to meet x length of what is met
-            if congestion.arrivals_per_s > 0.0:
-                mean_work = congestion.work_per_s / congestion.arrivals_per_s
-                crowding = 2.0 * sessions.mean_turns * mean_work * congestion.work_per_s / len(sessions)
+            # expected waits per pair of sessions at home together: turns to come x length of what is met x chance to meet
+            usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count
+            later = congestion.later_work_per_s
+            met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
+            crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (len(sessions) * usual_token_s)
         output_tokens = placement.output_tokens * placement.decode_weight
 
         ranked: list[tuple[Any, ...]] = []
@@ -152,7 +166,7 @@ class Warm:
                 over = worker.working_set + peak - worker.capacity
                 if over > 0.0:
                     evict = (over if over < peak else peak) * token_s
-            crowd = crowding * neighbours * scale
+            crowd = crowding * neighbours * token_s
             cost = worker.network_s + wait + own + priced + decode + evict + crowd
             ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held))
         ranked.sort()

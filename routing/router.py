@@ -171,6 +171,11 @@ class Router:
         self.congestion = Congestion()
         self.policy = policy
 
+    def expire(self, now: float) -> None:
+        """Forget what is older than its time to live: a bounded amount of work, to be called about once a second."""
+        self.sessions.expire(now)
+        self.memory.expire(now)
+
     def _size_memory(self, worker: Worker) -> None:
         ratio = self.tokens.of(worker.profile.model or "")
         blocks = int(worker.profile.kv_capacity_tokens * ratio / self.block_units)
@@ -219,7 +224,7 @@ class Router:
             reason = "prefix" if held else "cold"
         wait = worker.wait_s(now)
         prefill = worker.prefill_s(total - held, total)
-        self.congestion.add(prefill, now)
+        self.congestion.add(prefill, now, at_home=reason == "home")
         reservation = Reservation(worker, prefill, total, request.streamed, now)
         if session is not None:
             self.sessions.placed(session, worker, hashes, total)
@@ -239,10 +244,9 @@ class Router:
     ) -> None:
         """Correct the estimates by what the engine reported (tokens) and what was seen (time to first token of a stream)."""
         request, worker = decision.request, decision.worker
-        if prompt_tokens:
-            if self.tokens.observe(request.model, request.length, prompt_tokens):
-                for other in self.serving(request.model):
-                    self._size_memory(other)
+        if prompt_tokens and self.tokens.observe(request.model, request.length, prompt_tokens):
+            for other in self.serving(request.model):
+                self._size_memory(other)
         total = float(prompt_tokens or decision.prompt_tokens)
         cached = decision.cached_tokens if cached_tokens is None else float(cached_tokens)
         if ttft_s is not None:

@@ -65,7 +65,10 @@ RESPONSES = Spoken(
     "/v1/responses",
     event({"type": "response.created", "response": {"id": "r"}}, "response.created"),
     event(
-        {"type": "response.completed", "response": {"usage": {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64}, "output_tokens": 7}}},
+        {
+            "type": "response.completed",
+            "response": {"usage": {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64}, "output_tokens": 7}},
+        },
         "response.completed",
     ),
     b"event: response.completed",
@@ -74,7 +77,10 @@ RESPONSES = Spoken(
 )  # fmt: skip
 MESSAGES = Spoken(
     "/v1/messages",
-    event({"type": "message_start", "message": {"usage": {"input_tokens": 36, "cache_read_input_tokens": 64, "output_tokens": 1}}}, "message_start"),
+    event(
+        {"type": "message_start", "message": {"usage": {"input_tokens": 36, "cache_read_input_tokens": 64, "output_tokens": 1}}},
+        "message_start",
+    ),
     event({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}}, "message_delta")
     + event({"type": "message_stop"}, "message_stop"),
     b"event: message_stop",

@@ -48,7 +48,7 @@ async def test_any_framing_of_a_stream_gives_the_same_bytes(spoken: Spoken, fram
         if framing != "byte-by-byte":
             request.write(data)
             return
-        for at in range(0, 400):
+        for at in range(400):
             request.write(data[at : at + 1])
             await asyncio.sleep(0)
         request.write(data[400:])

@@ -58,7 +58,7 @@ async def claude(sim: SimServer) -> AsyncIterator[AsyncAnthropic]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the engine's state has no event of its own
+        while not condition():
             await asyncio.sleep(0.002)
 
 
