@@ -35,10 +35,12 @@ class _Checkpoint:
     offset: int  # where the prefix ends in the raw body
     rest: bytes  # its bytes after the last whole raw block
     head_fields: dict[str, Any]  # top-level fields that stand before the conversation
+    following: str | None  # the field that stands behind it
     seed: int
     head: bytes  # canonical bytes before the conversation (tools, system)
     state: ChainState  # chain over head and the items in the prefix
     volatile: bool
+    head_cost: int  # bytes of `head_fields` as JSON, which the checkpoints of one conversation share
     cost: int  # bytes it keeps alive, roughly
 
 
@@ -78,21 +80,56 @@ def _no_constants(name: str) -> None:
 _SPACE = b" \t\r\n"
 
 
-def _opening(dialect: Dialect) -> bytes:
-    return b'{"%b":[' % dialect.items_key.encode()
+def _json_size(fields: dict[str, Any]) -> int:
+    try:
+        return len(orjson.dumps(fields))
+    except (orjson.JSONEncodeError, RecursionError):  # lone surrogates, integers beyond 64 bits
+        return len(repr(fields))
 
 
-def _end_of_items(dialect: Dialect, body: bytes, fields: dict[str, Any]) -> int:
-    """Where the bracket that closes the conversation stands, in all likelihood (a resumed parse proves it); 0 if unclear."""
+def _short(text: str) -> str:
+    """The text, or a digest where it is long: seeds are cached with what they are made of, and clients send that."""
+    return text if len(text) <= 256 else f"{xxh3_64_intdigest(text.encode('utf-8', 'surrogatepass')):x}"
+
+
+_OPENING = b'{"\\u0000":['
+_CONTINUED = "\0"  # no client's field
+
+
+def _continued(dialect: Dialect, text: bytes, following: str | None) -> dict[str, Any] | None:
+    """Parse `text`, which goes on inside the conversation; None where it does not.
+
+    What follows the array tells whether it is the conversation or another one further on: its field must come next, and the
+    conversation must not come once more.
+    """
+    try:
+        fields: dict[str, Any] = orjson.loads(_OPENING + text)
+    except orjson.JSONDecodeError:
+        return None
+    names = iter(fields)
+    next(names)
+    if next(names, None) != following or dialect.items_key in fields:
+        return None
+    return fields
+
+
+def _following(dialect: Dialect, fields: dict[str, Any]) -> str | None:
+    """The field behind the conversation, None where that is the last."""
     names = iter(fields)
     for name in names:
         if name == dialect.items_key:
             break
-    following = next(names, None)
+    return next(names, None)
+
+
+def _end_of_items(dialect: Dialect, body: bytes, following: str | None) -> int:
+    """Where the bracket that closes the conversation stands, in all likelihood (a resumed parse proves it); 0 if unclear."""
     if following is None:
         return max(0, body.rfind(b"]"))
     at = body.rfind(b'"%b"' % following.encode("utf-8", "surrogatepass"))
-    return max(0, body.rfind(b"]", 0, at)) if at > 0 else 0
+    end = max(0, body.rfind(b"]", 0, at)) if at > 0 else 0
+    # of a field that is given twice the last counts, and this end may be the first one's
+    return end if body.find(b'"%b"' % dialect.items_key.encode(), end) < 0 else 0
 
 
 class BodyReader:
@@ -133,18 +170,17 @@ class BodyReader:
         tail_text = body[known.offset :].lstrip(_SPACE)
         if tail_text.startswith(b","):
             tail_text = tail_text[1:]
-        try:
-            tail = orjson.loads(_opening(dialect) + tail_text)
-        except orjson.JSONDecodeError:
+        tail = _continued(dialect, tail_text, known.following)
+        if tail is None:
             return None
-        fields = {**known.head_fields, **tail} if known.head_fields else tail
+        items = tail.pop(_CONTINUED)
+        fields = {**known.head_fields, dialect.items_key: items, **tail}
         if self._seed(dialect, fields, tenant) != known.seed or dialect.head_bytes(fields) != known.head:
             return None
-        items = fields[dialect.items_key]
-        if not isinstance(items, list):  # a second key of that name further on
-            return None
         volatile = known.volatile or dialect.is_volatile(fields)
-        return self._finish(dialect, body, fields, items, known.state, known.seed, known.head, digests, known.offset, volatile)
+        return self._finish(
+            dialect, body, fields, items, known.state, known.seed, known.head, digests, known.offset, volatile, known.head_cost
+        )
 
     def _read_whole(self, dialect: Dialect, body: bytes, tenant: str, digests: list[int] | None) -> ParsedBody:
         fields = loads(body)
@@ -171,25 +207,32 @@ class BodyReader:
         digests: list[int],
         start: int,
         volatile: bool,
+        head_cost: int | None = None,
     ) -> ParsedBody:
         """Chain the items from `state` on, leaving a checkpoint as late in the body as the next turn can be sure to repeat."""
+        following = _following(dialect, fields)
         if dialect.style == "anthropic":
-            offset, after = self._late_item(dialect, body, items, start)
+            offset, after = self._late_item(dialect, body, items, start, following)
         else:
-            offset, after = _end_of_items(dialect, body, fields), 0
+            offset, after = _end_of_items(dialect, body, following), 0
         before = len(items) - after
         state = state.extend(dialect.items_bytes(items[:before] if after else items))
         blocks = offset // RAW_BLOCK
         if blocks and offset > start:
             rest = body[blocks * RAW_BLOCK : offset]
             head_fields = dict(takewhile(lambda field: field[0] != dialect.items_key, fields.items()))
-            cost = 8 * len(state.hashes) + len(head) + len(rest) + 1024
-            self._keep(digests[blocks - 1], _Checkpoint(offset, rest, head_fields, seed, head, state, volatile, cost))
+            if head_cost is None:
+                head_cost = _json_size(head_fields)
+            cost = 8 * len(state.hashes) + len(head) + len(rest) + head_cost + 1024
+            checkpoint = _Checkpoint(offset, rest, head_fields, following, seed, head, state, volatile, head_cost, cost)
+            self._keep(digests[blocks - 1], checkpoint)
         if after:
             state = state.extend(dialect.items_bytes(items[before:]))
         return ParsedBody(fields, state.chain(), volatile)
 
-    def _late_item(self, dialect: Dialect, body: bytes, items: list[Any], start: int) -> tuple[int, int]:
+    def _late_item(
+        self, dialect: Dialect, body: bytes, items: list[Any], start: int, following: str | None
+    ) -> tuple[int, int]:
         """Where one of the last items starts, and how many items there are from it on; (0, 0) where that is not clear."""
         if len(items) <= _MARKED_ITEMS or not isinstance(items[-1], dict) or not items[-1]:
             return 0, 0
@@ -199,11 +242,11 @@ class BodyReader:
             offset = body.rfind(pattern, start, offset)
             if offset <= start:
                 return 0, 0
-        try:
-            tail = orjson.loads(_opening(dialect) + body[offset:])[dialect.items_key]
-        except orjson.JSONDecodeError:
+        continued = _continued(dialect, body[offset:], following)
+        if continued is None:
             return 0, 0
-        return (offset, len(tail)) if isinstance(tail, list) and len(tail) < len(items) else (0, 0)
+        count = len(continued[_CONTINUED])
+        return (offset, count) if count < len(items) else (0, 0)
 
     def _keep(self, digest: int, checkpoint: _Checkpoint) -> None:
         checkpoints = self._checkpoints
@@ -217,4 +260,4 @@ class BodyReader:
     def _seed(self, dialect: Dialect, fields: dict[str, Any], tenant: str) -> int:
         """The parts of the identity that stand outside the prompt text: model, tenant, salt, kind of rendering."""
         kind = dialect.name if dialect.name in ("completions", "embeddings") else "chat"
-        return identity_seed(str(fields.get("model")), kind, tenant, str(fields.get("cache_salt") or ""))
+        return identity_seed(_short(str(fields.get("model"))), kind, tenant, _short(str(fields.get("cache_salt") or "")))

@@ -300,11 +300,12 @@ class Inference:
                 self._account(relay, decision)
                 return
             except _WorkerError as failed:
+                self.fleet.suspect(worker.id, f"answered {failed.status}", refused=False)
+                trouble = f"worker {worker.id} answered {failed.status}"
                 if error is not None or relay.started:  # one other worker is asked, no more: the request may be what fails
                     error = failed
                     break
                 error = failed
-                trouble = f"worker {worker.id} answered {failed.status}"
             except UpstreamError as failed:
                 if failed.kind != "local":
                     self.fleet.suspect(worker.id, str(failed), refused=failed.kind == "connect")
@@ -343,9 +344,9 @@ class Inference:
         """Send the request to the chosen worker and relay its answer. Raises UpstreamError, Interrupted or _WorkerError."""
         pool = self.fleet.pools[decision.worker.id]
         exchange = relay.exchange = await pool.send(head, body)
-        if relay.gone:
+        if relay.gone or not decision.worker.up:  # while it was connecting: what ends a worker's requests did not see this one
             exchange.close()
-            raise Interrupted("client")
+            raise Interrupted("client" if relay.gone else "worker")
         try:
             try:
                 status = await exchange.head()
@@ -354,8 +355,8 @@ class Inference:
                     raise
                 self.metrics.retries["stale_connection"] = self.metrics.retries.get("stale_connection", 0) + 1
                 exchange = relay.exchange = await pool.send(head, body, fresh=True)
-                if relay.gone:
-                    raise Interrupted("client") from None
+                if relay.gone or not decision.worker.up:
+                    raise Interrupted("client" if relay.gone else "worker") from None
                 status = await exchange.head()
             while not status:  # nudged: the worker is silent
                 await self._keepalive(relay, decision)

@@ -37,13 +37,16 @@ class Outbox:
     def flush(self, transport: asyncio.WriteTransport) -> None:
         """Write what waits for this transport now (it is about to be closed)."""
         data = self._waiting.pop(transport, None)
-        if data is not None:
+        if data is not None and not transport.is_closing():
             transport.write(data)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for transport, data in waiting.items():
-            transport.write(data)
+            try:
+                transport.write(data)
+            except RuntimeError:  # uvloop: its connection was lost since; the others' bytes must not be lost with it
+                pass
 
 
 class BatchedTransport:

@@ -123,6 +123,8 @@ class GatewayProtocol(HttpToolsProtocol):
     _in_head = True
     receiving_since: float | None = None
     idle_since: float | None = None
+    _running: RequestResponseCycle | None = None  # the last cycle that went through ASGI; `cycle` may be one queued behind it
+    _untaken = (0, 0.0)  # bytes that the client has not taken, and since when they are so many
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -152,7 +154,8 @@ class GatewayProtocol(HttpToolsProtocol):
         parser = self.parser
         path, _, query = self.url.partition(b"?")
         route = _ROUTES.get(path)
-        busy = self.cycle is not None and not self.cycle.response_complete
+        # a client that does not take its answers is served by way of `send`, which waits for it
+        busy = self.flow.write_paused or (self.cycle is not None and not self.cycle.response_complete)
         if route is None or busy or parser.get_method() != b"POST" or parser.should_upgrade():
             url, headers, expects = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
@@ -196,6 +199,10 @@ class GatewayProtocol(HttpToolsProtocol):
         cycle.more_body = False
         cycle.task = self.loop.create_task(self.app(self.scope, cycle.receive, cycle.send))
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_direct_response(self) -> None:
         """A direct cycle has sent its response: read on, or serve what was pipelined behind it."""
         self.direct = None
@@ -211,6 +218,10 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         cycle, self.direct = self.direct, None
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -219,10 +230,20 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def is_overdue(self, now: float) -> bool:
         """Whether this client takes too long in all to send a request (an inactivity limit would not stop a slow drip)."""
+        if self._in_head and self.cycle is not None and not self.cycle.response_complete:
+            return False  # what came behind a request under way may be a mere line break
         if self.receiving_since is not None:
             limit = self.listen.header_timeout_s if self._in_head else self.listen.body_timeout_s
             return now - self.receiving_since > limit
         return self.idle_since is not None and now - self.idle_since > self.timeout_keep_alive
+
+    def takes_nothing(self, now: float) -> bool:
+        """Whether bytes have waited for this client for too long without any being taken. Also after a graceful close."""
+        size = self.transport.get_write_buffer_size()
+        if not size or size != self._untaken[0]:
+            self._untaken = (size, now)
+            return False
+        return now - self._untaken[1] > self.listen.write_timeout_s
 
 
 _ROUTES = {path.encode(): path for path in DIALECTS}
@@ -272,5 +293,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(1.0)
             now = loop.time()
             for connection in list(self.server_state.connections):
-                if getattr(connection, "is_overdue", lambda _: False)(now):
+                if not isinstance(connection, GatewayProtocol):
+                    continue
+                if connection.takes_nothing(now):
+                    logger.warning("a client took nothing for %g s", connection.listen.write_timeout_s)
+                    connection.transport.abort()
+                elif connection.is_overdue(now):
                     connection.transport.close()

@@ -27,15 +27,14 @@ def session_key(headers: Mapping[bytes, bytes], fields: Mapping[str, Any]) -> Ha
     """A key for the client's session, or None where it names none."""
     named: bytes | str | None = None
     for header in SESSION_HEADERS:
-        if header in headers:
-            named = headers[header]
+        if named := headers.get(header):
             break
-    if named is None:
+    if not named:
         if isinstance(cache_key := fields.get("prompt_cache_key"), str) and cache_key:
             named = cache_key
         elif isinstance(metadata := fields.get("metadata"), dict):
             named = _from_user_id(metadata.get("user_id"))
-    if named is None and b"baggage" in headers and (found := _BAGGAGE.search(headers[b"baggage"])):
+    if not named and b"baggage" in headers and (found := _BAGGAGE.search(headers[b"baggage"])):
         named = found.group(1)
     if not named:
         return None

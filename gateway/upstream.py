@@ -8,6 +8,7 @@ which says whether the worker may be asked again elsewhere.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections import deque
@@ -22,6 +23,13 @@ from workers.monitor import LOCAL_ERRORS
 
 HIGH_WATER = 256 * 1024
 _CR, _LF = 13, 10
+# A host that vanished (power, network) resets nothing: without these a stream from it would never end.
+# Probes start after 15 s of silence and give up 15 s later. The names are Linux's; others keep the system's times.
+_TCP_KEEPALIVE = [
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
 
 clock = time.perf_counter
 
@@ -242,6 +250,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
         self.pool.connections.add(self)
+        sock = transport.get_extra_info("socket")
+        if sock is None:  # lost already
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _TCP_KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
         splice = self.splice
@@ -307,6 +321,8 @@ class Connection(asyncio.Protocol):
         if status < 200:  # 100 Continue and its kind precede the response
             self._headers = []
             return
+        if status > 599:  # the parser takes it for an error of the response
+            raise ValueError(f"status {status}")
         exchange.status = status
         exchange.headers = self._headers
         self._keep_alive = parser.should_keep_alive()
@@ -347,8 +363,8 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         if exchange is None:
             return
-        if exchange.status and not self._length_known():
-            # A response without a length ends with its connection.
+        if exc is None and exchange.status and not self._length_known():
+            # A response without a length ends with its connection (but a reset is no end).
             self._keep_alive = False
             self._finish()
             exchange._wake()
@@ -439,6 +455,8 @@ class Pool:
         connection = None if fresh else self._pooled()
         if connection is None:
             connection = await self.connect()
+        if connection.transport is None or connection.transport.is_closing():  # accepted and reset at once
+            raise UpstreamError("closed", f"{self.host}:{self.port} closed the connection before it was used")
         return connection.start(head, body)
 
     async def connect(self) -> Connection:

@@ -82,7 +82,10 @@ def kv_capacity(text: str) -> tuple[int | None, int | None]:
                 block_size = int(found["block_size"])
                 tokens = (tokens or 0) + block_size * int(found["num_gpu_blocks"])
         elif name == "sglang:max_total_num_tokens":
-            tokens = (tokens or 0) + int(float(value))
+            try:
+                tokens = (tokens or 0) + int(float(value))
+            except (ValueError, OverflowError):  # NaN, +Inf
+                continue
     return tokens or None, block_size
 
 
@@ -145,9 +148,11 @@ class Monitor:
     async def _check(self, endpoint: Endpoint) -> bool:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        ill = False
         try:
             response = await self._get(endpoint, "/health")
             healthy, refused, why = response.status_code == 200, False, f"/health answered {response.status_code}"
+            ill = not healthy  # it says so itself, so what else it answers is no sign of health
         except httpx.ConnectError as error:
             if _is_our_own(error):
                 logger.error("worker %s cannot be probed: %s", endpoint.id, error)
@@ -165,7 +170,7 @@ class Monitor:
                 await self._tell(endpoint, "up")
             return True
         endpoint.failures += 1
-        gave_up = endpoint.failures >= self.failures and self._silent_s(endpoint) > self.failures * self.timeout_s
+        gave_up = endpoint.failures >= self.failures and (ill or self._silent_s(endpoint) > self.failures * self.timeout_s)
         if refused or gave_up:
             await self.mark_down(endpoint, why)
         return False
@@ -191,7 +196,7 @@ class Monitor:
         try:
             response = await self._get(endpoint, "/v1/models")
             entries = [entry for entry in response.json().get("data", []) if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
-        except (httpx.HTTPError, ValueError, AttributeError):
+        except (httpx.HTTPError, ValueError, AttributeError, TypeError):
             entries = []
         if entries:
             endpoint.models = [entry["id"] for entry in entries]

@@ -179,3 +179,46 @@ def test_a_conversation_of_the_wrong_type_is_named(dialect: Dialect, value: Any)
     with pytest.raises(BadRequest) as caught:
         BodyReader().read(dialect, json.dumps({"model": "m", dialect.items_key: value, "pad": "x" * 2000}).encode())
     assert caught.value.param == dialect.items_key
+
+
+BIG = {"role": "user", "content": "x" * 2 * RAW_BLOCK}
+LONG = [BIG, *({"role": "user", "content": str(i) * 3000} for i in range(6))]
+LOOKALIKE = [{"role": "user", "content": "q" * RAW_BLOCK} for _ in range(5)]
+
+
+def spelled(*fields: tuple[str, Any]) -> bytes:
+    """A JSON object whose keys may repeat."""
+    return ("{" + ",".join(f"{json.dumps(k)}:{json.dumps(v)}" for k, v in fields) + "}").encode()
+
+
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        # the field behind the conversation is named once more, as a value behind another array
+        [[("K", LONG), ("stream", True), ("stop", ["z" * RAW_BLOCK]), ("user", "stream")]] * 2,
+        # another array of the same shape behind the conversation changes, or is all that changes
+        [[("K", LONG), ("extra", [*LOOKALIKE, n]), ("stream", True)] for n in (BIG, {"role": "user", "content": "other"})],
+        [[("K", LONG[:n]), ("tools", LOOKALIKE), ("stream", True)] for n in (4, 5, 6, 7)],
+        # the conversation is given twice: the last one counts
+        [[("K", LONG), ("K", LONG[:3])], [("K", LONG)], [("K", LONG), ("K", LONG[:3])], [("K", LONG), ("a", 1), ("K", LONG[:2])]],
+        # fields behind it come, go and change
+        [[("K", LONG), ("stream", True)], [("K", LONG + LONG), ("stream", False)], [("K", LONG + LONG)], [("K", LONG), ("a", [1])]],
+    ],
+    ids=["value-like-key", "array-behind-changes", "tools-behind", "given-twice", "fields-change"],
+)
+def test_what_looks_like_the_conversation_does_not_pass_for_it(dialect: Dialect, turns: list[list[tuple[str, Any]]]) -> None:
+    reader = BodyReader()
+    for fields in turns:
+        body = spelled(("model", "m"), *((dialect.items_key if k == "K" else k, v) for k, v in fields))
+        known, fresh = reader.read(dialect, body), BodyReader().read(dialect, body)
+        assert known.chain == fresh.chain
+        assert without_items(known.fields, dialect) == without_items(fresh.fields, dialect)
+
+
+def test_content_nested_without_end_is_a_bad_request_or_read() -> None:
+    nested: Any = "x"
+    for _ in range(100):
+        nested = [{"type": "tool_result", "content": nested}]
+    body = json.dumps({"model": "m", "messages": [BIG, {"role": "user", "content": nested}, BIG]}).encode()
+    assert BodyReader().read(MESSAGES, body).chain == BodyReader().read(MESSAGES, body).chain
