@@ -18,6 +18,9 @@ from routing.sessions import Session, SessionTable
 # Share of the fleet's time that the later turns of live sessions are expected to take at least. What is measured while sessions
 # start says little of what they will do, and without it the first worker to hold a shared prompt would get them all.
 LEAST_LATER_USE = 0.1
+# A wait below this is no reason to leave a warm cache: nobody notices it, and a hiccup of this process or the network looks the same.
+LEAST_MOVE_S = 0.1
+TIE_S = 0.01  # a difference in cost below this is noise of clocks and networks
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
 
 
@@ -172,7 +175,17 @@ class Warm:
         ranked.sort()
         if session is not None and home is not None:
             _hold_still(session, home, ranked)
+        elif count > 1 and ranked[1][0] - ranked[0][0] < TIE_S:
+            _break_ties(ranked)
         return ranked
+
+
+def _break_ties(ranked: list[tuple[Any, ...]]) -> None:
+    """Put first who carries the fewest sessions among those whose costs are as good as equal."""
+    limit = ranked[0][0] + TIE_S
+    best = min((entry for entry in ranked if entry[0] < limit), key=lambda entry: (entry[1], entry[2], entry[0]))
+    ranked.remove(best)
+    ranked.insert(0, best)
 
 
 def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -> None:
@@ -188,7 +201,7 @@ def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -
     at_home = ranked[place]
     elsewhere = ranked[0] if place else ranked[1]
     session.regret = max(0.0, session.regret + at_home[0] - elsewhere[0])
-    if place and session.regret < elsewhere[6] + elsewhere[7]:
+    if place and session.regret < max(elsewhere[6] + elsewhere[7], LEAST_MOVE_S):
         del ranked[place]
         ranked.insert(0, at_home)
 

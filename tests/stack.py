@@ -253,19 +253,21 @@ def config(*urls: str, **sections: Any) -> Config:
 async def running(settings: Config) -> AsyncIterator[Stack]:
     """The gateway with these settings, on a free port of this process."""
     gateway = Gateway(settings)
-    started = asyncio.Event()
-    server = Server(gateway, settings.listen, on_started=lambda url: started.set(), grace_s=0)
-    serving = asyncio.ensure_future(server._serve())
-    ready = asyncio.ensure_future(started.wait())
-    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-    assert started.is_set(), "the gateway did not start"
+    server = Server(gateway, settings.listen, grace_s=5.0)
+    # what `serve` does, without its signal handlers and its loop, which looks only every 0.1 s whether to end
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup()
+    assert server.started, "the gateway did not start"
+    await server.on_tick(0)
+    url = f"http://127.0.0.1:{server.port}"
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE_S, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, verify=False) as client:
             yield Stack(gateway, server, client)
     finally:
-        server.should_exit = True
         server.force_exit = True
-        await soon(serving, "the gateway's end")
+        await soon(server.shutdown(), "the gateway's end")
+        await soon(server.lifespan.shutdown(), "the end of its probes")
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import re
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -114,7 +115,9 @@ class Monitor:
     async def start(self) -> None:
         """Probe every worker once, so that what answers is known before the first request, then go on in the background."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
+        # the system's certificates, as for the requests themselves; httpx would take its own list
+        verify = ssl.create_default_context()
+        self._client = httpx.AsyncClient(verify=verify, timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
         await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints))
         for endpoint in self.endpoints:
             self._tasks[endpoint.id] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint.id}")
