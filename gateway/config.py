@@ -67,6 +67,8 @@ class WorkerConfig(WorkerProfile):
     def _is_http(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")) or len(url.split("/")) < 3 or not url.split("/")[2]:
             raise ValueError("must be http://host:port or https://host:port")
+        if "@" in url.split("/")[2]:  # it would show in names, metrics and logs
+            raise ValueError("must not hold credentials; name an environment variable in api_key_env")
         return url.rstrip("/")
 
     @field_validator("latency")

@@ -176,14 +176,16 @@ class Warm:
         if session is not None and home is not None:
             _hold_still(session, home, ranked)
         elif count > 1 and ranked[1][0] - ranked[0][0] < TIE_S:
-            _break_ties(ranked)
+            _break_ties(ranked, comes_back=session is not None)
         return ranked
 
 
-def _break_ties(ranked: list[tuple[Any, ...]]) -> None:
-    """Put first who carries the fewest sessions among those whose costs are as good as equal."""
+def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool) -> None:
+    """Put first who carries the fewest sessions among those whose costs are as good as equal; for a request that belongs to no
+    session, who has the fewest requests."""
     limit = ranked[0][0] + TIE_S
-    best = min((entry for entry in ranked if entry[0] < limit), key=lambda entry: (entry[1], entry[2], entry[0]))
+    first, second = (1, 2) if comes_back else (2, 1)
+    best = min((entry for entry in ranked if entry[0] < limit), key=lambda entry: (entry[first], entry[second], entry[0]))
     ranked.remove(best)
     ranked.insert(0, best)
 

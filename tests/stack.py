@@ -244,7 +244,7 @@ class Stack:
 def config(*urls: str, **sections: Any) -> Config:
     """A gateway configuration with fast probes; `sections` override (listen={...}, upstream={...}, ...)."""
     listen = {"port": 0, **sections.pop("listen", {})}
-    upstream = {"probe_interval_s": 0.1, "probe_timeout_s": 0.3, "probe_failures": 2, **sections.pop("upstream", {})}
+    upstream = {"probe_interval_s": 0.1, "probe_timeout_s": 0.25, "probe_failures": 2, **sections.pop("upstream", {})}
     workers = [WorkerConfig(url=url) for url in urls] + sections.pop("workers", [])
     return Config(listen=listen, upstream=upstream, workers=workers, **sections)
 
@@ -265,9 +265,13 @@ async def running(settings: Config) -> AsyncIterator[Stack]:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, verify=False) as client:
             yield Stack(gateway, server, client)
     finally:
-        server.force_exit = True
-        await soon(server.shutdown(), "the gateway's end")
-        await soon(server.lifespan.shutdown(), "the end of its probes")
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        assert server._sweeper is not None
+        server._sweeper.cancel()
+        await soon(server.lifespan.shutdown(), "the gateway's end")
 
 
 @asynccontextmanager

@@ -151,6 +151,15 @@ def test_a_burst_of_first_requests_is_spread_before_any_has_answered() -> None:
     assert max(counts.values()) <= 12, counts
 
 
+def test_short_prompts_are_spread_by_what_is_in_flight() -> None:
+    """They belong to no session and have no cache worth keeping."""
+    router = new_router(4)
+    ask(router, blocks(40), "s", 0.0)
+    counts = Counter(router.decide(RouteRequest(MODEL, [], 100), 1.0).worker.id for _ in range(40))
+    assert set(counts.values()) == {10}, counts
+    assert len(router.sessions) == 1
+
+
 def test_siblings_with_a_long_common_prompt_go_where_it_is_being_computed() -> None:
     """Two requests with 95 % in common, one after the other: the second waits for the first's blocks."""
     router = new_router(4)
