@@ -281,7 +281,13 @@ async def gateway_with(*scripts: Script | ScriptedWorker | None, **sections: Any
         workers = [s if isinstance(s, ScriptedWorker) else ScriptedWorker(s) for s in scripts]
         for worker in workers:
             await stack.enter_async_context(worker)
-        yield await stack.enter_async_context(running(config(*(w.url for w in workers), **sections))), workers
+        started = await stack.enter_async_context(running(config(*(w.url for w in workers), **sections)))
+        # the first probe may have met a process that was busy collecting garbage; a test's unhealthy worker stays down
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                while not started.gateway.fleet.ready:
+                    await asyncio.sleep(0.01)
+        yield started, workers
 
 
 # --- raw clients ---
