@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from loadgen.local import LocalFleet, Program
+from tests.programs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "warmroute.json").read_text())
@@ -26,13 +26,6 @@ QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for
 TIERS = ("default", "priority", "flex")  # OpenAI's service tiers: standard, latency and throughput here
 
 pytestmark = pytest.mark.e2e
-
-
-def program(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed (Debian package {name})")
-    return path
 
 
 class Traffic:
@@ -146,9 +139,7 @@ def test_rules_load_and_no_alert_fires(prometheus: httpx.Client) -> None:
 
 
 def test_the_shipped_scrape_config_is_valid() -> None:
-    promtool = program("promtool") if shutil.which("promtool") else program("prometheus")
-    if not promtool.endswith("promtool"):
-        pytest.skip("promtool is not installed")
+    promtool = program("promtool", "prometheus")
     check = subprocess.run([promtool, "check", "config", DEPLOY / "prometheus" / "prometheus.yml"], capture_output=True, text=True)
     assert check.returncode == 0, check.stdout + check.stderr
 

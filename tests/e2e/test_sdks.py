@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from loadgen.local import LocalFleet
+from tests.programs import program
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "read_file", "description": "Read a file", "parameters": SCHEMA}}
@@ -160,9 +161,7 @@ NODE_PACKAGE = Path(__file__).with_name("node")
 
 @pytest.mark.e2e
 def test_openai_npm_package(local_fleet: LocalFleet, pytestconfig: pytest.Config) -> None:
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if not node or not npm:
-        pytest.skip("node and npm are not installed")
+    node, npm = program("node", "nodejs"), program("npm")
     folder = _installed(npm, pytestconfig)
     script = folder / NODE_SCRIPT.name
     shutil.copy(NODE_SCRIPT, script)
