@@ -453,6 +453,7 @@ class Inference:
         unsent: list[bytes] = []
         if connection is not None:
             write, flow = connection.chunk_writer(), connection.flow
+            connection.on_paused = exchange.stop_piping
         else:
             write, flow = unsent.append, _PAUSED  # another ASGI server: each read is sent by this task
 
@@ -467,7 +468,7 @@ class Inference:
                 write(data if flow is _PAUSED else b"%x\r\n%b\r\n" % (len(data), data))
             return not flow.write_paused
 
-        splice = Splice(write, flow, relay.marks.append, look_for if flow is not _PAUSED else b"", deliver)
+        splice = Splice(write, relay.marks.append, look_for if flow is not _PAUSED else b"", deliver)
         splice.looking = bool(carry)
         while True:
             if data := exchange.take():

@@ -47,6 +47,7 @@ class DirectCycle(RequestResponseCycle):
         self.received = False
         self.task: asyncio.Task[None] | None = None
         self.on_lost: Callable[[], None] | None = None  # set by the application: called when the client leaves
+        self.on_paused: Callable[[], None] | None = None  # the same for a client that takes its answer too slowly
 
     async def receive(self) -> Any:
         """The body, whole; then nothing but the client's leaving."""
@@ -227,6 +228,11 @@ class GatewayProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             if cycle.on_lost is not None:
                 cycle.on_lost()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.direct is not None and self.direct.on_paused is not None:
+            self.direct.on_paused()
 
     def is_overdue(self, now: float) -> bool:
         """Whether this client takes too long in all to send a request (an inactivity limit would not stop a slow drip)."""

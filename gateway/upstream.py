@@ -13,7 +13,6 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -22,7 +21,7 @@ from gateway.outbox import outbox
 from workers.monitor import LOCAL_ERRORS
 
 HIGH_WATER = 256 * 1024
-_CR, _LF = 13, 10
+_END_OF_EVENT = b"\n\n\r\n"  # an empty line that ends an event, and the line break that ends its chunk
 # A host that vanished (power, network) resets nothing: without these a stream from it would never end.
 # Probes start after 15 s of silence and give up 15 s later. The names are Linux's; others keep the system's times.
 _TCP_KEEPALIVE = [
@@ -59,18 +58,16 @@ class Interrupted(Exception):
 class Splice:
     """Where the bytes of a stream go: straight to the client, but for the events that must be looked at."""
 
-    __slots__ = ("deliver", "flow", "look_for", "looking", "mark", "write")
+    __slots__ = ("deliver", "look_for", "looking", "mark", "write")
 
     def __init__(
         self,
         write: Callable[[bytes], None],
-        flow: Any,
         mark: Callable[[float], None],
         look_for: bytes,
         deliver: Callable[[bytes], bool],
     ):
         self.write = write  # takes whole HTTP chunks
-        self.flow = flow  # its `write_paused` says that the client is slower than the worker
         self.mark = mark  # takes the time of each read
         self.look_for = look_for  # what marks an event that `deliver` must see
         self.looking = False  # an event that must be looked at has come in part
@@ -139,14 +136,21 @@ class Exchange:
         """
         connection = self._connection
         if connection is not None:
-            connection.splice = splice
+            connection.splice_to(splice)
         try:
             await self._wait()
             return self._nudged
         finally:
             if connection is not None:
-                connection.splice = None
+                connection.splice_to(None)
             self._nudged = False
+
+    def stop_piping(self) -> None:
+        """Let `pipe` return: the client is slower than the worker."""
+        connection = self._connection
+        if connection is not None and connection.splice is not None:
+            connection.splice_to(None)
+            self._wake()
 
     async def _wait(self) -> None:
         if self._failure is not None:
@@ -208,14 +212,15 @@ class Connection(asyncio.Protocol):
     """One connection to a worker; serves one exchange at a time and returns to its pool after each."""
 
     __slots__ = (
-        "_between_chunks", "_body", "_done", "_headers", "_keep_alive", "_loop", "_paused", "answered", "exchange", "idle_since",
-        "parser", "pool", "splice", "transport", "used",
+        "_between_chunks", "_body", "_done", "_headers", "_keep_alive", "_look_for", "_loop", "_mark", "_pass_on", "_paused", "answered",
+        "exchange", "idle_since", "parser", "pool", "splice", "transport", "used",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
         self.pool = pool
         self.exchange: Exchange | None = None
         self.splice: Splice | None = None
+        self._pass_on: Callable[[bytes], None] | None = None  # the splice's `write`, while whole events may go there unseen
         self._loop = pool.loop
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpResponseParser(self)
@@ -229,10 +234,14 @@ class Connection(asyncio.Protocol):
         self._between_chunks = False
         self._keep_alive = False
 
-    def _stop_splicing(self) -> None:
-        self.splice = None
-        if self.exchange is not None:
-            self.exchange._wake()
+    def splice_to(self, splice: Splice | None) -> None:
+        """Send the body to `splice` from now on; None: keep it for the exchange."""
+        self.splice = splice
+        self._pass_on = None
+        if splice is not None:
+            self._mark, self._look_for = splice.mark, splice.look_for
+            if self._between_chunks and not splice.looking:
+                self._pass_on = splice.write
 
     def start(self, head: bytes, body: bytes) -> Exchange:
         """Send a request; the connection must be idle."""
@@ -258,28 +267,13 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
-        splice = self.splice
-        if splice is not None and self._between_chunks:
-            # Every token passes here, so: no calls but the unavoidable. The common read of a stream is exactly one HTTP chunk,
-            # which needs no parser and is passed on as it is. Its size has two or three digits (int() takes the carriage
-            # return after two as white space); anything else, or an event to be looked at, goes the long way.
-            try:
-                size = int(data[:3], 16)
-            except ValueError:
-                size = 0
-            if (
-                (size + 6 if size < 256 else size + 7) == len(data)
-                and size > 15
-                and (size < 256 or data[3] == _CR)
-                and splice.look_for not in data
-                and not splice.looking
-                and data[-3] == data[-4] == _LF  # an event that has come in part is held back
-            ):
-                splice.mark(clock())
-                splice.write(data)
-                if splice.flow.write_paused:
-                    self._stop_splicing()
-                return
+        # Every token passes here, so: nothing but the unavoidable. A read that ends with an event and its chunk, and holds nothing
+        # to be looked at, is whole chunks as it came: it needs no parser and is passed on as it is.
+        pass_on = self._pass_on
+        if pass_on is not None and data[-4:] == _END_OF_EVENT and self._look_for not in data:
+            self._mark(clock())
+            pass_on(data)
+            return
         exchange = self.exchange
         if exchange is None:  # bytes on an idle connection belong to nobody
             self._drop()
@@ -294,10 +288,15 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(UpstreamError("protocol", f"the worker's response is not valid HTTP: {error}", answered=True))
             return
-        if self._body and splice is not None and not self._done:
+        if data[-4:] != _END_OF_EVENT:
+            self._between_chunks = False  # a part of the next size line may have come, which the parser does not tell
+        splice = self.splice
+        if splice is not None and not self._done:
             body, self._body = b"".join(self._body), []
-            if not splice.deliver(body):
-                self._stop_splicing()
+            if not body or splice.deliver(body):
+                self.splice_to(splice)
+            else:
+                exchange.stop_piping()
             return
         if self._body:
             exchange._parts += self._body

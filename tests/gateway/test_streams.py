@@ -59,6 +59,26 @@ async def test_any_framing_of_a_stream_gives_the_same_bytes(spoken: Spoken, fram
             assert response.content == b"".join(events)
 
 
+@every_dialect
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, -1, -2, -3, -4, -5])
+async def test_a_read_may_end_anywhere_in_a_chunk(spoken: Spoken, cut: int) -> None:
+    events = spoken.whole("Hel", "lo", "x" * 300, "z")
+
+    async def script(request: WorkerRequest) -> None:
+        request.start_stream()
+        for one in events:
+            chunk = b"%x\r\n%b\r\n" % (len(one), one)
+            request.write(chunk[:cut])
+            await asyncio.sleep(0.002)  # so that the parts are read one by one
+            request.write(chunk[cut:])
+            await asyncio.sleep(0.002)
+        request.write(b"0\r\n\r\n")
+
+    async with gateway_with(script) as (stack, _):
+        response = await stack.post(spoken.path, spoken.body(stream_options={"include_usage": True}))
+        assert response.content == b"".join(events)
+
+
 @st.composite
 def cut_streams(draw: st.DrawFn) -> tuple[Spoken, list[bytes], list[bytes]]:
     """A dialect, its events, and the worker's bytes in the pieces that it writes."""
