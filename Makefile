@@ -1,6 +1,7 @@
 # make setup     a virtual environment in .venv with the locked dependencies and this project
 # make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
 # make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
+# make test-engine   those that need real vLLM engines, installed on first use into ~/.cache/warmroute (2 GB)
 # make lint      ruff and mypy;   make bench     the benchmarks;   make lock  new pins from pyproject.toml
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test test-e2e lint bench lock clean
+.PHONY: setup demo test test-e2e test-engine lint bench lock clean
 
 setup: $(VENV)/.ready
 
@@ -31,10 +32,13 @@ demo: setup
 	@$(BIN)/python -m loadgen.demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not e2e and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not engine" $(ARGS)
 
 test-e2e: setup
 	$(BIN)/python -m pytest -m "e2e or slow" $(ARGS)
+
+test-engine: setup
+	settings=$$($(BIN)/python -m tests.engine.prepare) && env $$settings $(BIN)/python -m pytest -m engine -s $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -98,7 +98,10 @@ class Gateway:
         def workers() -> dict[str, Any]:
             load = fleet.router.load()
             return {
-                worker_id: {"url": endpoint.url, "models": endpoint.models, **load[worker_id]}
+                worker_id: {
+                    "url": endpoint.url, "models": endpoint.models, "cache_known_by": fleet.router.workers[worker_id].trust.level,
+                    **load[worker_id],
+                }
                 for worker_id, endpoint in fleet.endpoints.items()
             }
 

@@ -12,6 +12,9 @@ import click
 import uvloop
 
 from gateway.config import Config, ConfigError, load
+from gateway.doctor import doctor_command
+from kvindex.tokenizer import TokenizerError
+from workers.launchcli import launch_command
 from workers.simcli import sim_command
 
 EPILOG_SERVE = """
@@ -63,7 +66,11 @@ def serve(
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
 
-    server = Server(Gateway(config), config.listen, on_started=started)
+    try:
+        gateway = Gateway(config)
+    except TokenizerError as error:
+        raise click.ClickException(str(error)) from None
+    server = Server(gateway, config.listen, on_started=started)
     uvloop.run(server.serve())
     if not server.started:
         sys.exit(3)
@@ -78,11 +85,15 @@ def check_config(path: Path) -> None:
     click.echo(f"{path}: ok ({len(config.workers)} workers, models: {', '.join(sorted(models)) or 'discovered from the workers'})")
 
 
+main.add_command(doctor_command)
+
+
 @main.group()
 def worker() -> None:
-    """Workers: the simulated engine."""
+    """Workers: start a real engine, or a simulated one."""
 
 
+worker.add_command(launch_command, "launch")
 worker.add_command(sim_command, "sim")
 
 

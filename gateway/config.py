@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from workers.latency import LATENCY_MODELS, LatencyModel
-from workers.profile import WorkerProfile
+from workers.profile import Speculation, WorkerProfile
 
 POLICY_NAMES = Literal["warm", "round-robin", "random", "least-loaded", "session-affinity"]
 
@@ -53,6 +54,33 @@ class ModelConfig(Strict):
 
     name: str = Field(description="name as the workers serve it")
     aliases: list[str] = Field(default_factory=list, description="other names clients may use for it")
+    tokenizer: Path | None = Field(
+        None, description="directory with its tokenizer.json and chat template: prompts are known by their exact tokens, as KV events are"
+    )
+    block_tokens: int | None = Field(None, ge=1, description="index block in token mode; absent: the engine's own block, 32 at least")
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _is_there(cls, directory: Path | None) -> Path | None:
+        if directory is not None and not (directory / "tokenizer.json").is_file():
+            raise ValueError("must be a local directory that holds a tokenizer.json")
+        return directory
+
+
+class KVEvents(Strict):
+    """Where a worker publishes its KV events, when it does not tell by itself (GET /kv_event_sources, /server_info)."""
+
+    endpoint: str = Field(description="tcp://host:port of its publisher (data-parallel rank r: port + r)")
+    replay_endpoint: str | None = Field(None, description="tcp://host:port where it replays what was missed")
+    topic: str = Field("", description="only what it publishes under this topic")
+    ranks: int = Field(1, ge=1, description="data-parallel ranks behind this URL")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_tcp(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.fullmatch(r"tcp://.+:\d+", endpoint):
+            raise ValueError("must be tcp://host:port")
+        return endpoint
 
 
 class WorkerConfig(WorkerProfile):
@@ -61,6 +89,9 @@ class WorkerConfig(WorkerProfile):
     url: str = Field(description="http(s)://host:port")
     name: str | None = Field(None, description="name in metrics and logs; host:port when absent")
     api_key_env: str | None = Field(None, description="environment variable that holds the worker's API key")
+    kv_events: Literal["auto", "off"] | KVEvents = Field(
+        "auto", description="auto: asks the worker where it publishes KV events; off: only routing memory; or the endpoints"
+    )
 
     @field_validator("url")
     @classmethod
@@ -191,13 +222,23 @@ def load(path: str | Path) -> Config:
     try:
         return Config(**data)
     except ValidationError as error:
-        raise ConfigError([_describe(path, node, fault) for fault in error.errors()]) from None
+        raise ConfigError([_describe(path, node, fault) for fault in error.errors() if not _is_of_another_kind(fault)]) from None
     except TypeError as error:  # a key that is not a string
         raise ConfigError([f"{path}: {error}"]) from None
 
 
+def _is_of_another_kind(fault: Any) -> bool:
+    """Whether this says only that a mapping is no word, or a word no mapping: the union's other member says what is wrong."""
+    kind, given = fault["type"], fault.get("input")
+    return (kind == "literal_error" and isinstance(given, dict)) or (kind.startswith("model_") and isinstance(given, str))
+
+
+_UNION_MEMBER = re.compile(r"(LatencyModel|KVEvents|Speculation|str)$|literal\[")
+
+
 def _describe(path: str | Path, node: yaml.Node | None, fault: Any) -> str:
-    location = [part for part in fault["loc"] if not (isinstance(part, str) and part in ("LatencyModel", "str"))]
+    # pydantic names the members of a union: they are not in the file
+    location = [part for part in fault["loc"] if not (isinstance(part, str) and _UNION_MEMBER.match(part))]
     line = _line(node, location)
     dotted = ".".join(str(part) for part in location) or "configuration"
     override = "WARMROUTE_" + "__".join(str(part).upper() for part in location)
@@ -228,7 +269,8 @@ def _known_keys(location: list[Any]) -> list[str]:
             continue
         model = {
             "listen": Listen, "upstream": Upstream, "models": ModelConfig, "workers": WorkerConfig, "index": IndexConfig,
-            "tiers": Tier, "admin": Admin, "latency": LatencyModel,
+            "tiers": Tier, "admin": Admin, "latency": LatencyModel, "kv_events": KVEvents,
+            "speculation": Speculation,
         }.get(part, model)  # fmt: skip
     return list(model.model_fields)
 

@@ -5,42 +5,71 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from gateway.config import Config, WorkerConfig
+from gateway.config import Config, KVEvents, WorkerConfig
 from gateway.upstream import Pool
 from kvindex.memory import MemoryIndex
 from kvindex.routing_memory import RoutingMemory
+from routing.fleet import Worker
 from routing.router import Router
 from routing.sessions import SessionTable
+from routing.trust import LEVELS
+from workers.kv_sources import KVEventSource, reachable
 from workers.monitor import Endpoint, Monitor
 from workers.profile import WorkerProfile
+
+if TYPE_CHECKING:  # these need the extra `exact`
+    from gateway.cache_feed import CacheFeed
+    from gateway.token_mode import TokenMode
 
 logger = logging.getLogger("warmroute.fleet")
 
 TEXT_BYTES_PER_TOKEN = 4
+LEAST_BLOCK_TOKENS = 16  # smaller blocks of an engine are indexed several at a time
+CATCH_UP_S = 30.0  # how long a worker that comes up is held back while its KV events are replayed
 
 
 class Fleet:
-    """The workers of one gateway. `start` returns when every worker has been probed once."""
+    """The workers of one gateway. Raises TokenizerError for a tokenizer that cannot be used.
+
+    `start` returns when every worker has been probed once and its KV events were replayed.
+
+    An endpoint is a URL; a worker is what the router places requests on. They are the same, but for an engine with several
+    data-parallel ranks behind one URL: each rank has a cache and a batch of its own, so each is a worker.
+    """
 
     def __init__(self, config: Config):
         self.config = config
         block_bytes = config.index.block_tokens * TEXT_BYTES_PER_TOKEN
-        index = MemoryIndex()
-        memory = RoutingMemory(index, ttl_s=config.index.ttl_s)
+        self.index = MemoryIndex()
+        memory = RoutingMemory(self.index, ttl_s=config.index.ttl_s)
         sessions = SessionTable(ttl_s=config.index.session_ttl_s)
-        self.router = Router(index, memory, block_units=block_bytes, policy=config.policy, sessions=sessions)
+        self.router = Router(self.index, memory, block_units=block_bytes, policy=config.policy, sessions=sessions)
         self.aliases = {alias: model.name for model in config.models for alias in model.aliases}
-        self.pools: dict[str, Pool] = {}
-        self.endpoints: dict[str, Endpoint] = {}
-        self._authorization: dict[str, bytes] = {}
+        self.models = {model.name: model for model in config.models}
+        self.token_modes: dict[str, TokenMode] = {}  # model -> how its prompts become tokens
+        self.loras: set[str] = set()  # served models that are LoRA adapters
+        self.pools: dict[str, Pool] = {}  # by worker
+        self.endpoints: dict[str, Endpoint] = {}  # by worker
+        self.feeds: dict[str, CacheFeed] = {}  # by worker
+        self._watched: list[Endpoint] = []
+        self._workers_of: dict[str, list[str]] = {}  # endpoint -> workers
+        self._headers: dict[str, bytes] = {}  # worker -> request headers that only it gets
+        self._event_config = {worker.id: worker.kv_events for worker in config.workers}
+        self._tasks: set[asyncio.Future[Any]] = set()
+        for model in config.models:
+            if model.tokenizer is not None:
+                from gateway.token_mode import TokenMode
+
+                self.token_modes[model.name] = TokenMode(model.tokenizer, model.block_tokens or 0)
         for worker in config.workers:
             self._add(worker)
         upstream = config.upstream
         self.monitor = Monitor(
-            list(self.endpoints.values()), self._changed,
+            self._watched, self._changed,
             interval_s=upstream.probe_interval_s, timeout_s=upstream.probe_timeout_s, failures=upstream.probe_failures,
         )  # fmt: skip
 
@@ -48,64 +77,175 @@ class Fleet:
         key = os.environ.get(worker.api_key_env or "")
         stated = frozenset(worker.model_fields_set & WorkerProfile.model_fields.keys())
         endpoint = Endpoint(worker.id, worker.url, worker.profile(), api_key=key, stated=stated)
-        self.endpoints[worker.id] = endpoint
-        if key:
-            self._authorization[worker.id] = b"authorization: Bearer " + key.encode() + b"\r\n"
+        self._watched.append(endpoint)
         models = [worker.model] if worker.model else []
-        self.router.set_up(self.router.add_worker(worker.id, models, endpoint.profile), False)
+        self._place(endpoint, [worker.id], models)
+
+    def _place(self, endpoint: Endpoint, worker_ids: list[str], models: list[str]) -> None:
+        """Let the router know an endpoint by these workers, one per rank; those it had before go."""
+        pool = self._pool_of(endpoint)
+        for gone in self._workers_of.get(endpoint.id, []):
+            if gone not in worker_ids:
+                self._forget(gone)
+        self._workers_of[endpoint.id] = worker_ids
+        profile = endpoint.profile
+        if len(worker_ids) > 1:  # capacity is told as a sum over the ranks
+            profile = profile.model_copy(update={"kv_capacity_tokens": max(1, profile.kv_capacity_tokens // len(worker_ids))})
+        for rank, worker_id in enumerate(worker_ids):
+            headers = b"authorization: Bearer " + endpoint.api_key.encode() + b"\r\n" if endpoint.api_key else b""
+            if len(worker_ids) > 1:
+                headers += b"x-data-parallel-rank: %d\r\n" % rank
+            self._headers[worker_id] = headers
+            self.endpoints[worker_id] = endpoint
+            if pool is not None:
+                self.pools[worker_id] = pool
+            known = worker_id in self.router.workers
+            worker = self.router.add_worker(worker_id, models, profile)
+            if not known:
+                self.router.set_up(worker, False)
+
+    def _forget(self, worker_id: str) -> None:
+        self.router.remove_worker(worker_id)
+        self.router.events.pop(worker_id, None)
+        for by_worker in (self.endpoints, self.pools, self._headers):
+            by_worker.pop(worker_id, None)
+        if (feed := self.feeds.pop(worker_id, None)) is not None:
+            self._in_background(feed.stop())
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _pool_of(self, endpoint: Endpoint) -> Pool | None:
+        return next((self.pools[w] for w, e in self.endpoints.items() if e is endpoint and w in self.pools), None)
 
     async def start(self) -> None:
         upstream = self.config.upstream
-        for endpoint in self.endpoints.values():
+        for worker_id, endpoint in self.endpoints.items():
             pool = Pool(endpoint.url, connect_timeout_s=upstream.connect_timeout_s, idle_s=upstream.idle_s)
-            self.pools[endpoint.id] = pool
+            self.pools[worker_id] = pool
             endpoint.heard = lambda pool=pool: pool.heard_at  # type: ignore[misc]
         await self.monitor.start()
 
     async def stop(self) -> None:
         await self.monitor.stop()
+        for feed in self.feeds.values():
+            await feed.stop()
         for pool in self.pools.values():
             pool.close()
 
-    def _changed(self, endpoint: Endpoint, what: str) -> None:
-        worker = self.router.workers[endpoint.id]
+    # --- what the monitor tells ---
+
+    def _changed(self, endpoint: Endpoint, what: str) -> Coroutine[Any, Any, None] | None:
+        if what == "up":
+            return self._came_up(endpoint)
         if what == "discovered":
-            self.router.add_worker(endpoint.id, endpoint.models, endpoint.profile)
-        elif what == "up":
-            self.router.set_up(worker, True)
+            self._discovered(endpoint)
         elif what == "down":
+            self._went_down(endpoint)
+        elif what == "load":
+            for worker_id in self._workers_of[endpoint.id]:
+                worker = self.router.workers[worker_id]
+                worker.scraped_running, worker.scraped_waiting = endpoint.running, endpoint.waiting
+                worker.scraped_kv_use = endpoint.kv_use
+                pool = self.pools[worker_id]
+                if pool.connections:
+                    worker.network_s = pool.rtt_s
+        return None
+
+    def _discovered(self, endpoint: Endpoint) -> None:
+        self.loras |= endpoint.loras
+        base = next((model for model in endpoint.models if model in self.token_modes), None)
+        if base is not None:
+            self._use_tokens(base, endpoint)
+        ranks = len(self._sources(endpoint))
+        names = [endpoint.id] if ranks < 2 else [f"{endpoint.id}#{rank}" for rank in range(ranks)]
+        self._place(endpoint, names, endpoint.models)
+
+    def _use_tokens(self, base: str, endpoint: Endpoint) -> None:
+        """Token mode for the models of this endpoint; the first worker's block decides the index block."""
+        token_mode = self.token_modes[base]
+        if not token_mode.block_tokens:
+            block = endpoint.profile.block_size
+            token_mode.block_tokens = block * -(-LEAST_BLOCK_TOKENS // block) if block < LEAST_BLOCK_TOKENS else block
+        for model in (base, *endpoint.loras):
+            self.token_modes[model] = token_mode
+            self.router.token_blocks[model] = token_mode.block_tokens
+
+    def _sources(self, endpoint: Endpoint) -> list[KVEventSource]:
+        given = self._event_config[endpoint.id]
+        if given == "off":
+            return []
+        if isinstance(given, KVEvents):
+            return [
+                KVEventSource(
+                    reachable(given.endpoint, endpoint.url, rank),
+                    reachable(given.replay_endpoint, endpoint.url, rank) if given.replay_endpoint else None, given.topic, rank,
+                )
+                for rank in range(given.ranks)
+            ]  # fmt: skip
+        return endpoint.kv_sources
+
+    async def _came_up(self, endpoint: Endpoint) -> None:
+        sources = self._sources(endpoint)
+        workers = [self.router.workers[worker_id] for worker_id in self._workers_of[endpoint.id]]
+        if sources:
+            try:
+                async with asyncio.timeout(CATCH_UP_S):
+                    await asyncio.gather(*(self._follow(worker, source) for worker, source in zip(workers, sources, strict=True)))
+            except TimeoutError:
+                logger.warning("worker %s: the replay of its KV events took longer than %g s; it is used without", endpoint.id, CATCH_UP_S)
+        for worker in workers:
+            self.router.set_up(worker, True)
+
+    async def _follow(self, worker: Worker, source: KVEventSource) -> None:
+        endpoint = self.endpoints[worker.id]
+        feed = self.feeds.get(worker.id)
+        if feed is not None and feed.source != source:  # restarted with other ports
+            await feed.stop()
+            feed = None
+        if feed is None:
+            block_tokens = next((self.router.token_blocks[m] for m in endpoint.models if m in self.router.token_blocks), None)
+            if block_tokens is None:
+                names = ", ".join(endpoint.models)
+                logger.info("worker %s publishes KV events; name the tokenizer of %s under 'models' to make use of them", worker.id, names)
+                return
+            from gateway.cache_feed import CacheFeed
+
+            feed = CacheFeed(source, worker, self.index, block_tokens)
+            self.feeds[worker.id] = feed
+            self.router.events[worker.id] = feed.blocks
+        await feed.start()
+
+    def _went_down(self, endpoint: Endpoint) -> None:
+        workers = self._workers_of[endpoint.id]
+        for worker_id in workers:
+            worker = self.router.workers[worker_id]
             self.router.set_up(worker, False)
             # whatever it answers when it is back, it may have lost its cache
             self.router.lost_cache(worker)
-            ended = self.pools[endpoint.id].interrupt_all()
-            if ended:
-                logger.warning("worker %s went down with %d unanswered requests; they go to others", endpoint.id, ended)
-        elif what == "load":
-            worker.scraped_running, worker.scraped_waiting = endpoint.running, endpoint.waiting
-            worker.scraped_kv_use = endpoint.kv_use
-            pool = self.pools[endpoint.id]
-            if pool.connections:
-                worker.network_s = pool.rtt_s
+        ended = self.pools[workers[0]].interrupt_all()
+        if ended:
+            logger.warning("worker %s went down with %d unanswered requests; they go to others", endpoint.id, ended)
 
     def suspect(self, worker_id: str, why: str, *, refused: bool) -> None:
         """A request failed there: out at once where it refused a connection, probed at once otherwise."""
         endpoint = self.endpoints[worker_id]
         if refused and endpoint.up:
             endpoint.up = False
-            logger.warning("worker %s is down: %s", worker_id, why)
-            self._changed(endpoint, "down")
+            logger.warning("worker %s is down: %s", endpoint.id, why)
+            self._went_down(endpoint)
         elif endpoint.up and not endpoint.checking.locked():
-            task = asyncio.ensure_future(self.monitor.check(endpoint))
-            self._probes.add(task)
-            task.add_done_callback(self._probes.discard)
+            self._in_background(self.monitor.check(endpoint))
 
-    _probes: set[asyncio.Future[bool]] = set()
+    # --- what requests need ---
 
     def request_head(self, worker_id: str, path: bytes, length: int, extra: bytes) -> bytes:
         """The head of a request to this worker."""
         pool = self.pools[worker_id]
         return b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b%b\r\n" % (
-            pool.prefix, path, pool.authority, length, extra, self._authorization.get(worker_id, b""),
+            pool.prefix, path, pool.authority, length, extra, self._headers[worker_id],
         )  # fmt: skip
 
     def resolve(self, model: str) -> str:
@@ -119,7 +259,7 @@ class Fleet:
 
     def max_model_len(self, model: str) -> int | None:
         """The longest context any worker of this model offers."""
-        lengths = [e.max_model_len for e in self.endpoints.values() if model in e.models and e.max_model_len]
+        lengths = [e.max_model_len for e in self._watched if model in e.models and e.max_model_len]
         return max(lengths, default=None)
 
     @property
@@ -148,6 +288,14 @@ class Fleet:
         workers = self.router.workers.values()
         yield "worker_engine_running", "Requests running, as the engine reports", {w.id: w.scraped_running for w in workers}
         yield "worker_engine_waiting", "Requests waiting, as the engine reports", {w.id: w.scraped_waiting for w in workers}
+        yield "worker_trust", "How its cache is known: 2 by its KV events, 1 by routing memory, 0 not at all", {
+            w.id: float(LEVELS.index(w.trust.level)) for w in workers
+        }
+        yield "worker_trust_changes", "Times that has changed", {w.id: float(w.trust.changes) for w in workers}
+        feeds = self.feeds.items()
+        yield "worker_event_blocks", "Engine blocks that its KV events say it holds", {i: float(f.blocks.blocks) for i, f in feeds}
+        yield "worker_event_gaps", "Gaps seen in its KV events", {i: float(f.stream.gaps) for i, f in feeds}
+        yield "worker_event_orphans", "Blocks reported on a parent that is not known", {i: float(f.blocks.orphaned) for i, f in feeds}
         yield "worker_engine_kv_use", "KV cache use, as the engine reports", {w.id: w.scraped_kv_use for w in workers}
 
 

@@ -248,20 +248,37 @@ class Inference:
 
     async def _serve(self, relay: Relay, scope: Scope, headers: dict[bytes, bytes], body: bytes) -> None:
         dialect = relay.dialect
-        parsed = self.reader.read(dialect, body)
-        fields = parsed.fields
+        if self.fleet.token_modes:  # the prompt is needed whole, to be rendered as the engine does
+            fields = loads(body)
+            dialect.items(fields)
+            parsed, volatile = None, dialect.is_volatile(fields)
+        else:
+            parsed = self.reader.read(dialect, body)
+            fields, volatile = parsed.fields, parsed.volatile
         model = fields.get("model")
         if not isinstance(model, str):
             raise BadRequest("'model' is required and must be a string", param="model")
         served = self.fleet.aliases.get(model, model)
         relay.streamed = fields.get("stream") is True
         relay.tier = self._tier(headers, fields)
-        body = self._rewritten(relay, body, fields, model, served, parsed.volatile)
+        sent = self._rewritten(relay, body, fields, model, served, volatile)
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or fields.get("max_output_tokens")
         request = RouteRequest(
-            served, parsed.chain.hashes, parsed.chain.length, session_key(headers, fields), relay.tier,
-            limit if type(limit) is int and limit > 0 else None, relay.streamed,
-        )  # fmt: skip
+            served, (), 0, session_key(headers, fields), relay.tier, limit if type(limit) is int and limit > 0 else None, relay.streamed
+        )
+        token_mode = self.fleet.token_modes.get(served) if parsed is None else None
+        prompt = None
+        if token_mode is not None:
+            as_sent = loads(sent) if volatile and sent is not body else fields
+            lora = served if served in self.fleet.loras else ""
+            prompt = await token_mode.prompt_beside(dialect, as_sent, lora=lora, salt=str(fields.get("cache_salt") or ""))
+        if token_mode is not None and prompt is not None:
+            request.tokens, request.block_tokens = prompt.tokens, token_mode.block_tokens
+            chain = prompt.chain
+        else:
+            chain = (parsed or self.reader.read(dialect, body)).chain
+        request.hashes, request.length = chain.hashes, chain.length
+        body = sent
         path = scope["path"].encode()
         if query := scope["query_string"]:
             path += b"?" + query

@@ -78,3 +78,8 @@ def identity_seed(model: str, *parts: str) -> int:
         text = part.encode("utf-8", "surrogatepass")
         seed = xxh3_64_intdigest(len(text).to_bytes(8, "little") + text, seed)
     return seed
+
+
+def token_seed(lora: str = "", salt: str = "") -> int:
+    """Seed for chains over token ids (token mode, engines' KV events): what separates caches within one base model."""
+    return identity_seed("tokens", lora, salt)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from routing.calibration import ConfigurationScale, WorkerScale
+from routing.trust import Trust
 from workers.profile import WorkerProfile
 
 DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
@@ -88,6 +89,7 @@ class Worker:
     scraped_kv_use: float = 0.0
 
     def __post_init__(self) -> None:
+        self.trust = Trust(self.id)
         self.calibrate_with(ConfigurationScale(), ConfigurationScale())
         self.reconfigure(self.profile)
 
@@ -120,6 +122,7 @@ class Worker:
         self.tokens_per_step = model.tokens_per_step
         self.capacity = float(profile.kv_capacity_tokens)
         self.slots = profile.max_num_seqs
+        self.dropped_hit = float(profile.dropped_hit_tokens)
 
     @property
     def in_flight(self) -> int:

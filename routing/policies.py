@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -36,6 +36,7 @@ class Placement:
     decode_weight: float  # how much a second of decoding counts against one of waiting (by tier)
     congestion: Congestion
     now: float
+    restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
 
 
 class Terms(NamedTuple):
@@ -53,6 +54,7 @@ class Terms(NamedTuple):
     evict: float = 0.0
     crowd: float = 0.0
     cached: float = 0.0
+    restore: float = 0.0
 
 
 class Congestion:
@@ -103,13 +105,15 @@ class Policy(Protocol):
 
 def only(worker: Worker) -> list[tuple[Any, ...]]:
     """The answer of a policy that weighs nothing."""
-    return [(0.0, 0, 0, 0, worker, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
+    return [(0.0, 0, 0, 0, worker, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
 
 
 class Warm:
     """Least cost in seconds, own work priced by what a second of it costs the others.
 
-    cost = network + wait + own x (1 + c) + decode + evict + crowd
+    cost = network + wait + restore + own x (1 + c) + decode + evict + crowd
+
+    restore  seconds to bring what is cached in host memory or on disk back to the accelerator.
 
     own    prefill of what the worker does not hold. For a session's first turn, the part that another worker holds is a
            shared prefix: computed once more it serves the sessions to come, so it is divided among them.
@@ -126,7 +130,7 @@ class Warm:
 
     def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         now, total, session, sessions = placement.now, placement.prompt_tokens, placement.session, placement.sessions
-        cached = placement.cached
+        cached, restore = placement.cached, placement.restore
         home = session.home if session is not None else None
         first = home is None
         if home is not None and not home.prefilling and home.decoding < home.slots and home.id in cached and home in candidates:
@@ -170,8 +174,9 @@ class Warm:
                 if over > 0.0:
                     evict = (over if over < peak else peak) * token_s
             crowd = crowding * neighbours * token_s
-            cost = worker.network_s + wait + own + priced + decode + evict + crowd
-            ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held))
+            restored = restore.get(worker.id, 0.0) if restore else 0.0
+            cost = worker.network_s + wait + restored + own + priced + decode + evict + crowd
+            ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held, restored))
         ranked.sort()
         if session is not None and home is not None:
             _hold_still(session, home, ranked)

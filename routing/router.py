@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvindex.index import KVIndex
 from kvindex.routing_memory import RoutingMemory
@@ -28,9 +28,23 @@ class NoWorker(Exception):
         self.known = known
 
 
+class CacheEvents(Protocol):
+    """What one worker holds as its engine reports it (`kvindex.engine_blocks.EngineBlocks`). Depths count index blocks."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]: ...  # holders in the index, cumulative: accelerator; it or host memory; all
+
+    def usable(self, hashes: Sequence[int], depth: int) -> int: ...
+    def expect(self, hashes: Sequence[int], held: int, until: float) -> None: ...
+    def expire(self, now: float) -> None: ...
+
+
 @dataclass(slots=True)
 class RouteRequest:
-    """What the router needs of a request. `length` is the prompt in the chain's units (bytes in text mode)."""
+    """What the router needs of a request. `length` is the prompt in the chain's units (bytes in text mode).
+
+    In token mode `tokens` is the prompt's exact length and `block_tokens` the chain's block; both are 0 in text mode.
+    """
 
     model: str
     hashes: Sequence[int]
@@ -39,6 +53,11 @@ class RouteRequest:
     tier: str = "standard"
     max_output_tokens: int | None = None
     streamed: bool = True
+    tokens: int = 0
+    block_tokens: int = 0
+
+
+_EXPLAINED = ("cost", "wait", "restore", "own", "congestion", "decode", "evict", "crowd", "cached", "live_sessions", "in_flight")
 
 
 @dataclass(slots=True)
@@ -58,6 +77,8 @@ class Decision:
     prefill_s: float  # predicted, own work
     placed_at: float  # the clock's time of the decision
     candidates: list[tuple[Any, ...]]  # the chosen one first, each with the terms of its cost (fields of `Terms`)
+    by_events: float | None = None  # cached tokens as the worker's events have it, believed or not; None where there are none
+    by_memory: float = 0.0  # the same of routing memory
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data, for logs and people."""
@@ -65,15 +86,39 @@ class Decision:
         weighed = {
             t.worker.id: {
                 name: round(getattr(t, name), 6)
-                for name in ("cost", "wait", "own", "congestion", "decode", "evict", "crowd", "cached", "live_sessions", "in_flight")
+                for name in _EXPLAINED
             }
             for t in terms
             if t.worker is not None
         }
         return {
-            "worker": self.worker.id, "reason": self.reason, "policy": self.policy, "prompt_tokens": round(self.prompt_tokens),
-            "cached_tokens": round(self.cached_tokens), "candidates": weighed,
+            "worker": self.worker.id, "reason": self.reason, "policy": self.policy, "known_by": self.worker.trust.level,
+            "prompt_tokens": round(self.prompt_tokens), "cached_tokens": round(self.cached_tokens), "candidates": weighed,
         }  # fmt: skip
+
+
+ROOT_TOKENS = 128  # conversations of one client that differ only later than this count as one session (text mode: one block)
+# Events come this long after the tokens they tell of, at most: until then a chain that was sent counts as held.
+EVENTS_LAG_S = 5.0
+
+
+def _depth(events: CacheEvents, worker: Worker, request: RouteRequest, matches: Mapping[str, int]) -> tuple[int, float]:
+    """(leading blocks that the worker holds, seconds to restore those that are not on the accelerator)."""
+    accelerator, *below = events.tiers
+    depth = matches.get(accelerator, 0)
+    if depth:
+        depth = events.usable(request.hashes, depth)
+    restore_s = 0.0
+    for holder in below:
+        deeper = matches.get(holder, 0)
+        if deeper > depth:
+            restore_s += (deeper - depth) * request.block_tokens * worker.profile.restore_token_s(holder.rpartition("@")[2])
+            depth = deeper
+    return depth, restore_s
+
+
+def _hit_tokens(depth: int, block: float, most: float, worker: Worker) -> float:
+    return max(0.0, min(depth * block, most) - worker.dropped_hit)
 
 
 def _configuration(profile: WorkerProfile) -> WorkerProfile:
@@ -98,6 +143,9 @@ class Router:
         self.block_units = block_units
         self.sessions = sessions if sessions is not None else SessionTable()
         self.tokens = TokenRatio()
+        self.events: dict[str, CacheEvents] = {}  # worker -> what its engine reports
+        self.token_blocks: dict[str, int] = {}  # model in token mode -> index block in tokens
+        self._load_only: set[str] = set()  # workers whose cache is not known well enough to count
         self.congestion = Congestion()
         self.workers: dict[str, Worker] = {}
         self._serving: dict[str, list[Worker]] = {}  # model -> workers, up or not
@@ -175,10 +223,14 @@ class Router:
         """Forget what is older than its time to live: a bounded amount of work, to be called about once a second."""
         self.sessions.expire(now)
         self.memory.expire(now)
+        for worker_id, events in self.events.items():
+            events.expire(now)
+            self.workers[worker_id].trust.check_age(now)
 
     def _size_memory(self, worker: Worker) -> None:
-        ratio = self.tokens.of(worker.profile.model or "")
-        blocks = int(worker.profile.kv_capacity_tokens * ratio / self.block_units)
+        model = worker.profile.model or ""
+        block_tokens = self.token_blocks.get(model) or self.block_units / self.tokens.of(model)
+        blocks = int(worker.profile.kv_capacity_tokens / block_tokens)
         self.memory.set_capacity(worker.id, max(1, blocks))
 
     # --- decisions ---
@@ -197,24 +249,42 @@ class Router:
         if not candidates:
             raise NoWorker(model, known=True)
         hashes = request.hashes
-        ratio = self.tokens.of(model)
-        total = request.length / ratio
-        if total < 1.0:
-            total = 1.0
+        block: float
+        most: float
+        if request.tokens:
+            total = float(request.tokens)
+            block = request.block_tokens
+            root_blocks = max(1, ROOT_TOKENS // request.block_tokens)
+            most = (request.tokens - 1) // request.block_tokens * request.block_tokens  # an engine computes at least the last token
+        else:
+            ratio = self.tokens.of(model)
+            total = request.length / ratio
+            if total < 1.0:
+                total = 1.0
+            block = self.block_units / ratio
+            root_blocks = 1
+            most = total
         cached: dict[str, float] = {}
+        restore: dict[str, float] = {}
+        matches: Mapping[str, int] = {}
         session: Session | None = None
         if hashes:
+            matches = self.index.match(hashes)
             longest = 0
-            for worker_id, blocks in self.index.match(hashes).items():
+            for holder, blocks in matches.items():
                 if blocks > longest:
                     longest = blocks
-                held = blocks * self.block_units / ratio
-                cached[worker_id] = held if held < total else total
-            session = self.sessions.find(request.session, hashes, longest, now)
+                if holder not in self.workers:  # what an engine reports: see below
+                    continue
+                held = blocks * block
+                cached[holder] = held if held < most else most
+            if self.events or self._load_only:
+                self._use_events(candidates, request, matches, block, most, cached, restore)
+            session = self.sessions.find(request.session, hashes, longest, now, root_blocks)
         home = session.home if session is not None else None
         limit = request.max_output_tokens
         output = limit if limit is not None and limit < DEFAULT_OUTPUT_TOKENS else DEFAULT_OUTPUT_TOKENS
-        placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now)
+        placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now, restore)
         ranked = self.policy.rank(placement, candidates)
         worker: Worker = ranked[0][4]
         held = cached.get(worker.id, 0.0)
@@ -230,7 +300,39 @@ class Router:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
             self.memory.record(worker.id, session.key, hashes, now)
-        return Decision(request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked)
+        by_events: float | None = None
+        if request.tokens and (events := self.events.get(worker.id)) is not None:
+            depth, _ = _depth(events, worker, request, matches)
+            by_events = _hit_tokens(depth, block, most, worker)
+            events.expect(hashes, depth, now + 2.0 * (wait + prefill) + EVENTS_LAG_S)
+        by_memory = min(matches.get(worker.id, 0) * block, most)
+        return Decision(
+            request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked, by_events, by_memory
+        )
+
+    def _use_events(
+        self,
+        candidates: Sequence[Worker],
+        request: RouteRequest,
+        matches: Mapping[str, int],
+        block: float,
+        most: float,
+        cached: dict[str, float],
+        restore: dict[str, float],
+    ) -> None:
+        """Put what the engines report in the place of routing memory, for the workers of which that is believed."""
+        for worker in candidates:
+            level = worker.trust.level
+            if level == "exact" and request.tokens:
+                depth, restore_s = _depth(self.events[worker.id], worker, request, matches)
+                if depth:
+                    cached[worker.id] = _hit_tokens(depth, block, most, worker)
+                    if restore_s:
+                        restore[worker.id] = restore_s
+                else:
+                    cached.pop(worker.id, None)
+            elif level == "load":
+                cached.pop(worker.id, None)
 
     # --- what came of them ---
 
@@ -254,11 +356,32 @@ class Router:
             # a long wait says more of those ahead than of this request's own prefill
             if decision.wait_s <= own:
                 worker.observe_prefill(ttft_s, decision.wait_s + own)
+        if cached_tokens is not None and decision.request.hashes:
+            self._judge(decision, int(total), cached_tokens)
         if cached_tokens is not None and decision.reason == "home":
             missing = decision.cached_tokens - cached_tokens
             # the engine's blocks and ours do not end at the same tokens: one block of each is no error
             if missing > 2 * self.block_units / self.tokens.of(request.model) + worker.profile.block_size:
                 self._trim(decision, cached_tokens)
+
+    def _judge(self, decision: Decision, prompt_tokens: int, cached_tokens: int) -> None:
+        """Hold the reported cached tokens against what each source had predicted."""
+        worker, request = decision.worker, decision.request
+        block = max(request.block_tokens or self.block_units / self.tokens.of(request.model), worker.profile.block_size)
+        trust = worker.trust
+        trust.observe(
+            exact_error=None if decision.by_events is None else abs(decision.by_events - cached_tokens),
+            memory_error=abs(decision.by_memory - cached_tokens),
+            exact_tolerance=block,
+            # routing memory is a guess: what matters is that it tells a warm worker from a cold one
+            memory_tolerance=max(2.0 * block, 0.25 * prompt_tokens),
+        )
+        if prompt_tokens - cached_tokens > block:
+            trust.computed(since=decision.placed_at)
+        if trust.level == "load":
+            self._load_only.add(worker.id)
+        else:
+            self._load_only.discard(worker.id)
 
     def _trim(self, decision: Decision, cached_tokens: int) -> None:
         if decision.session is not None:

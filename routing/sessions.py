@@ -53,16 +53,17 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def find(self, key: Hashable | None, hashes: Sequence[int], matched: int, now: float) -> Session | None:
+    def find(self, key: Hashable | None, hashes: Sequence[int], matched: int, now: float, root_blocks: int = 1) -> Session | None:
         """The session this request belongs to; a new one where none fits; None for a prompt shorter than a block.
 
-        `matched` is the longest prefix in blocks that any worker holds: where a session without a key left off.
+        `matched` is the longest prefix in blocks that any worker holds: where a session without a key left off. `root_blocks`
+        are what conversations of one client are told apart by.
         """
         if now >= self._next_expiry:
             self.expire(now)
         if not hashes:
             return None
-        root = hashes[0]
+        root = hashes[root_blocks - 1] if len(hashes) >= root_blocks else hashes[0]
         session: Session | None
         if key is not None:
             key = (key, root)

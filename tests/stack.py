@@ -198,6 +198,8 @@ class ScriptedWorker:
             request.respond(orjson.dumps({"data": [{"id": model, "max_model_len": 100_000} for model in self.models]}))
         elif request.path == "/metrics":
             request.respond(self.metrics.encode())
+        elif request.path in ("/kv_event_sources", "/server_info"):
+            request.respond(b"{}", 404)
         else:
             self.requests.append(request)
             if self.script is not None:

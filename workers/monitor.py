@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -16,15 +17,12 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from workers.engines import ENGINE_METRICS
+from workers.kv_sources import KVEventSource, from_sglang, from_vllm
 from workers.profile import WorkerProfile
 
 logger = logging.getLogger("warmroute.monitor")
 
-# Engine -> (running, waiting, KV use) metric names.
-LOAD_METRICS = {
-    "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
-    "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
-}
 _LIVELY_S = 2.0  # a worker that has answered a request this lately needs no probe
 LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{([^}]*)\})?\s+([^\s]+)", re.MULTILINE)
@@ -40,6 +38,8 @@ class Endpoint:
     profile: WorkerProfile
     api_key: str | None = None
     models: list[str] = field(default_factory=list)
+    loras: frozenset[str] = frozenset()  # those of the models that are LoRA adapters
+    kv_sources: list[KVEventSource] = field(default_factory=list)  # by data-parallel rank
     up: bool = False
     running: float = 0.0
     waiting: float = 0.0
@@ -74,20 +74,33 @@ def parse_samples(text: str) -> dict[str, float]:
 
 def kv_capacity(text: str) -> tuple[int | None, int | None]:
     """(KV capacity in tokens, block size) as an engine's metrics tell them; None where they do not."""
-    tokens: int | None = None
-    block_size: int | None = None
-    for name, labels, value in _SAMPLE.findall(text):
-        if name == "vllm:cache_config_info":
+    tokens = block_size = None
+    samples = parse_samples(text)
+    for metrics in ENGINE_METRICS.values():
+        if metrics.block_tokens in samples:  # the same on each data-parallel rank
+            block_size = max((int(number) for number in _values(text, metrics.block_tokens)), default=0) or None
+        if metrics.capacity_tokens in samples:
+            tokens = sum(int(number) for number in _values(text, metrics.capacity_tokens))
+        if metrics.capacity_blocks in samples and block_size:
+            tokens = sum(int(number) for number in _values(text, metrics.capacity_blocks)) * block_size
+        for labels in (labels for name, labels, _ in _SAMPLE.findall(text) if name == metrics.cache_info):
             found = dict(_LABEL.findall(labels))
             if found.get("block_size", "").isdigit() and found.get("num_gpu_blocks", "").isdigit():
                 block_size = int(found["block_size"])
                 tokens = (tokens or 0) + block_size * int(found["num_gpu_blocks"])
-        elif name == "sglang:max_total_num_tokens":
-            try:
-                tokens = (tokens or 0) + int(float(value))
-            except (ValueError, OverflowError):  # NaN, +Inf
-                continue
     return tokens or None, block_size
+
+
+def _values(text: str, metric: str | None) -> list[float]:
+    """The finite values of a metric, one for each label set."""
+    values = []
+    for name, _, value in _SAMPLE.findall(text):
+        if name == metric:
+            try:
+                values.append(float(value))
+            except ValueError:
+                continue
+    return [value for value in values if math.isfinite(value)]
 
 
 class Monitor:
@@ -203,26 +216,41 @@ class Monitor:
             entries = []
         if entries:
             endpoint.models = [entry["id"] for entry in entries]
+            endpoint.loras = frozenset(entry["id"] for entry in entries if entry.get("parent"))
             lengths = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
             endpoint.max_model_len = max(lengths, default=None)
         elif endpoint.profile.model:
             endpoint.models = [endpoint.profile.model]
+        if not endpoint.kv_sources:
+            endpoint.kv_sources = await self._find_kv_sources(endpoint)
         await self._scrape(endpoint, discover=True)
+
+    async def _find_kv_sources(self, endpoint: Endpoint) -> list[KVEventSource]:
+        """Where the engine publishes its KV events; empty where it does not say."""
+        for path, read in (("/kv_event_sources", from_vllm), ("/server_info", from_sglang)):
+            try:
+                response = await self._get(endpoint, path)
+                if response.status_code == 200 and (sources := read(response.json(), endpoint.url)):
+                    return sources
+            except (httpx.HTTPError, ValueError):
+                continue
+        return []
 
     async def _scrape(self, endpoint: Endpoint, discover: bool = False) -> None:
         try:
-            response = await self._get(endpoint, "/metrics")
+            known = ENGINE_METRICS.get(endpoint.profile.engine)
+            response = await self._get(endpoint, known.path if known else "/metrics")
         except httpx.HTTPError:
             return
         if response.status_code != 200:
             return
         text = response.text
         samples = parse_samples(text)
-        for engine, (running, waiting, kv_use) in LOAD_METRICS.items():
-            if running in samples:
-                endpoint.running = samples[running]
-                endpoint.waiting = samples.get(waiting, 0.0)
-                endpoint.kv_use = samples.get(kv_use, 0.0)
+        for engine, metrics in ENGINE_METRICS.items():
+            if metrics.running in samples:
+                endpoint.running = samples[metrics.running]
+                endpoint.waiting = samples.get(metrics.waiting, 0.0)
+                endpoint.kv_use = samples.get(metrics.kv_use, 0.0)
                 if endpoint.profile.engine == "auto":
                     endpoint.profile = endpoint.profile.model_copy(update={"engine": engine})
         if discover:
