@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,14 +10,13 @@ from typing import Any
 
 import orjson
 import pytest
-import zmq
 
 from benchmarks.tiny_tokenizer import write_model
 from gateway.dialects import CHAT
 from gateway.token_mode import TokenMode
 from tests.kvindex.event_batches import batch, stored
 from tests.kvindex.test_event_stream import Publisher
-from tests.stack import PATIENCE_S, ScriptedWorker, Stack, WorkerRequest, config, running, until
+from tests.stack import ScriptedWorker, Stack, WorkerRequest, config, running, until
 
 BLOCK = 32
 
@@ -83,15 +80,6 @@ class Engine(ScriptedWorker):
 
 def body(text: str) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": text}]}
-
-
-async def reopened(ports: tuple[int, int]) -> Publisher:
-    """A publisher on ports that were closed just now: ZMQ closes them a little later."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with contextlib.suppress(zmq.ZMQError):
-                return Publisher(ports=ports)
-            await asyncio.sleep(0.01)
 
 
 LONG = "def f(x): return x + 1\n" * 400
@@ -200,7 +188,7 @@ async def test_a_worker_that_is_back_without_its_cache_counts_as_cold(model: Pat
         engine.healthy = False
         await until(lambda: not stack.router.workers[engine.id].up, "notice")
         await engine.publishers[0].close()
-        engine.publishers[0] = await reopened(ports)  # a new engine behind the same ports, silent until it has work
+        engine.publishers[0] = Publisher(ports=ports)  # a new engine behind the same ports, silent until it has work
         engine.healthy = True
         await until(lambda: stack.router.workers[engine.id].up, "its return")
         assert stack.gateway.fleet.feeds[engine.id].blocks.blocks == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -88,6 +89,19 @@ class Publisher:
         await asyncio.wait([self._serving])
         self._pub.close()
         self._router.close()
+        for port in self.ports:  # ZMQ stops listening a little later
+            while not _is_free(port):
+                await asyncio.sleep(0.005)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was connected may linger; who listens counts
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 class Follower:
