@@ -57,7 +57,18 @@ class ModelConfig(Strict):
     tokenizer: Path | None = Field(
         None, description="directory with its tokenizer.json and chat template: prompts are known by their exact tokens, as KV events are"
     )
-    block_tokens: int | None = Field(None, ge=1, description="index block in token mode; absent: the engine's own block, 32 at least")
+    block_tokens: int | None = Field(None, ge=1, description="index block in token mode; absent: the engine's own block, 16 at least")
+    chat_template: Path | None = Field(None, description="the engine's --chat-template, where it is not the model's own")
+    chat_template_content_format: Literal["string", "openai"] | None = Field(None, description="the engine's flag of that name")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="the engine's --default-chat-template-kwargs")
+    exclude_tools_when_tool_choice_none: bool = Field(False, description="whether the engine has that flag")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_file(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError("must be a local file")
+        return file
 
     @field_validator("tokenizer")
     @classmethod

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.config import Config, ConfigError, WorkerConfig, load
+from gateway.config import Config, ConfigError, ModelConfig, WorkerConfig, load
 from gateway.dialects import CHAT, COMPLETIONS, Dialect
 from gateway.doctor_requests import battery, read_trace
 from kvindex.tokenizer import NotEncodable, TokenizerError
@@ -200,7 +200,7 @@ def difference(mode: TokenMode, ours: list[int], theirs: list[int]) -> str:
 
 def examine(config: Config, tokenizer: Path | None, requests: list[tuple[str, Dialect, dict[str, Any]]]) -> Iterator[Finding]:
     """All findings for the workers of a configuration. `tokenizer` stands for every model that has none in it."""
-    modes: dict[Path, TokenMode | str] = {}
+    modes: dict[str, TokenMode | str] = {}  # one for all models that are rendered and tokenised alike
     given = {model.name: model for model in config.models}
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         for worker_config in config.workers:
@@ -212,19 +212,21 @@ def examine(config: Config, tokenizer: Path | None, requests: list[tuple[str, Di
             blocks = [given[model].block_tokens or 0 for model in models if model in given]
             yield from prerequisites(worker, models, max(blocks, default=0))
             for model in models:
-                directory = (given[model].tokenizer if model in given else None) or tokenizer
-                if directory is None:
+                entry = given.get(model) or ModelConfig(name=model)
+                entry = entry if entry.tokenizer else entry.model_copy(update={"tokenizer": tokenizer})
+                if entry.tokenizer is None:
                     hint = f"give the directory of its tokenizer: models: [{{name: {model}, tokenizer: DIR}}], or --tokenizer DIR"
                     yield worker.finding(f"{model}: tokens", "skipped", f"text mode; {hint}")
                     continue
-                if directory not in modes:
+                kind = entry.model_dump_json(exclude={"name", "aliases"})
+                if kind not in modes:
                     try:
-                        from gateway.token_mode import TokenMode
+                        from gateway.token_mode import token_mode
 
-                        modes[directory] = TokenMode(directory, 0)
+                        modes[kind] = token_mode(entry)
                     except TokenizerError as error:
-                        modes[directory] = str(error)
-                mode = modes[directory]
+                        modes[kind] = str(error)
+                mode = modes[kind]
                 if isinstance(mode, str):
                     yield worker.finding(f"{model}: tokens", "failed", mode)
                     continue

@@ -62,9 +62,9 @@ class Fleet:
         self._tasks: set[asyncio.Future[Any]] = set()
         for model in config.models:
             if model.tokenizer is not None:
-                from gateway.token_mode import TokenMode
+                from gateway.token_mode import token_mode
 
-                self.token_modes[model.name] = TokenMode(model.tokenizer, model.block_tokens or 0)
+                self.token_modes[model.name] = token_mode(model)
         for worker in config.workers:
             self._add(worker)
         upstream = config.upstream

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gateway.config import ModelConfig
 from gateway.dialects import Dialect
 from gateway.rendering import NotReproducible, Rendered, Renderer, RenderOptions
 from kvindex.chain import BlockChain, ChainState, token_seed
@@ -94,3 +95,12 @@ def _packed(ids: list[int]) -> bytes:
         return pack(ids)
     except OverflowError:
         raise NotReproducible("token ids out of range, which engines refuse") from None
+
+
+def token_mode(model: ModelConfig) -> TokenMode:
+    """Token mode as a model of the configuration asks for it. Raises TokenizerError."""
+    assert model.tokenizer is not None
+    options = RenderOptions(
+        model.chat_template, model.chat_template_content_format, model.chat_template_kwargs, model.exclude_tools_when_tool_choice_none
+    )
+    return TokenMode(model.tokenizer, model.block_tokens or 0, options)

@@ -69,7 +69,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def use(engine: FakeEngine) -> FakeEngine:
         client = httpx.Client
-        monkeypatch.setattr("gateway.token_mode.TokenMode", token_mode)  # loaded once
+        monkeypatch.setattr("gateway.token_mode.TokenMode", lambda directory, block, options: token_mode(directory, block))  # loaded once
         monkeypatch.setattr(doctor.httpx, "Client", lambda **kwargs: client(transport=httpx.MockTransport(engine)))
         return engine
 
