@@ -46,6 +46,8 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/index.py
+	$(BIN)/python benchmarks/turn_tokens.py
+	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/overhead.py
 
 lock: setup
