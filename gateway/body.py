@@ -20,7 +20,7 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from gateway.dialects import BadRequest, Dialect
-from kvindex.chain import BlockChain, ChainState, identity_seed
+from kvindex.chain import BlockChain, ChainState, identity_seed, short
 
 RAW_BLOCK = 8192  # bytes; granularity at which known raw prefixes are found
 TRACKED_BLOCKS = 2  # bodies shorter than this many index blocks are placed by load alone
@@ -85,11 +85,6 @@ def _json_size(fields: dict[str, Any]) -> int:
         return len(orjson.dumps(fields))
     except (orjson.JSONEncodeError, RecursionError):  # lone surrogates, integers beyond 64 bits
         return len(repr(fields))
-
-
-def _short(text: str) -> str:
-    """The text, or a digest where it is long: seeds are cached with what they are made of, and clients send that."""
-    return text if len(text) <= 256 else f"{xxh3_64_intdigest(text.encode('utf-8', 'surrogatepass')):x}"
 
 
 _OPENING = b'{"\\u0000":['
@@ -260,4 +255,4 @@ class BodyReader:
     def _seed(self, dialect: Dialect, fields: dict[str, Any], tenant: str) -> int:
         """The parts of the identity that stand outside the prompt text: model, tenant, salt, kind of rendering."""
         kind = dialect.name if dialect.name in ("completions", "embeddings") else "chat"
-        return identity_seed(_short(str(fields.get("model"))), kind, tenant, _short(str(fields.get("cache_salt") or "")))
+        return identity_seed(short(str(fields.get("model"))), kind, tenant, short(str(fields.get("cache_salt") or "")))

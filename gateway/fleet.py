@@ -155,21 +155,21 @@ class Fleet:
         return None
 
     def _discovered(self, endpoint: Endpoint) -> None:
-        self.loras |= endpoint.loras
-        base = next((model for model in endpoint.models if model in self.token_modes), None)
-        if base is not None:
-            self._use_tokens(base, endpoint)
+        self.loras |= endpoint.loras - self.models.keys()
+        configured = [model for model in endpoint.models if model in self.models and model in self.token_modes]
+        for number, model in enumerate(configured):
+            self._use_tokens(model, endpoint, endpoint.loras if not number else ())
         ranks = len(self._sources(endpoint))
         names = [endpoint.id] if ranks < 2 else [f"{endpoint.id}#{rank}" for rank in range(ranks)]
         self._place(endpoint, names, endpoint.models)
 
-    def _use_tokens(self, base: str, endpoint: Endpoint) -> None:
-        """Token mode for the models of this endpoint; the first worker's block decides the index block."""
+    def _use_tokens(self, base: str, endpoint: Endpoint, loras: Iterable[str]) -> None:
+        """Token mode for a model of this endpoint and its adapters; the first worker's block decides the index block."""
         token_mode = self.token_modes[base]
         if not token_mode.block_tokens:
             block = endpoint.profile.block_size
             token_mode.block_tokens = block * -(-LEAST_BLOCK_TOKENS // block) if block < LEAST_BLOCK_TOKENS else block
-        for model in (base, *endpoint.loras):
+        for model in (base, *(lora for lora in loras if lora not in self.models)):
             self.token_modes[model] = token_mode
             self.router.token_blocks[model] = token_mode.block_tokens
 
@@ -190,20 +190,34 @@ class Fleet:
     async def _came_up(self, endpoint: Endpoint) -> None:
         sources = self._sources(endpoint)
         workers = [self.router.workers[worker_id] for worker_id in self._workers_of[endpoint.id]]
-        if sources:
+        if not sources:
+            for worker in workers:
+                await self._unfollow(worker)
+        elif len(sources) == len(workers):
             try:
                 async with asyncio.timeout(CATCH_UP_S):
                     await asyncio.gather(*(self._follow(worker, source) for worker, source in zip(workers, sources, strict=True)))
             except TimeoutError:
                 logger.warning("worker %s: the replay of its KV events took longer than %g s; it is used without", endpoint.id, CATCH_UP_S)
-        for worker in workers:
-            self.router.set_up(worker, True)
+            except OSError as error:  # what ZMQ cannot connect to; never a reason to do without the worker
+                logger.warning("worker %s: its KV events cannot be followed: %s", endpoint.id, error)
+        if endpoint.up:  # it may have gone away in the meantime
+            for worker in workers:
+                self.router.set_up(worker, True)
+
+    async def _unfollow(self, worker: Worker) -> None:
+        """The engine behind this worker publishes no events, or others than before."""
+        feed = self.feeds.pop(worker.id, None)
+        if feed is not None:
+            del self.router.events[worker.id]
+            await feed.stop()
+            worker.trust.events_detached("it publishes no KV events any more")
 
     async def _follow(self, worker: Worker, source: KVEventSource) -> None:
         endpoint = self.endpoints[worker.id]
         feed = self.feeds.get(worker.id)
         if feed is not None and feed.source != source:  # restarted with other ports
-            await feed.stop()
+            await self._unfollow(worker)
             feed = None
         if feed is None:
             block_tokens = next((self.router.token_blocks[m] for m in endpoint.models if m in self.router.token_blocks), None)
@@ -231,7 +245,9 @@ class Fleet:
 
     def suspect(self, worker_id: str, why: str, *, refused: bool) -> None:
         """A request failed there: out at once where it refused a connection, probed at once otherwise."""
-        endpoint = self.endpoints[worker_id]
+        endpoint = self.endpoints.get(worker_id)
+        if endpoint is None:  # a rank that is gone
+            return
         if refused and endpoint.up:
             endpoint.up = False
             logger.warning("worker %s is down: %s", endpoint.id, why)

@@ -341,6 +341,8 @@ class Inference:
                     return
             finally:
                 decision.reservation.release(clock())
+                if relay.status != 200:
+                    self.router.failed(decision)
             tried.append(worker)
         if error is not None and not relay.started:
             await self._pass_on(relay, error)

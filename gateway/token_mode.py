@@ -17,6 +17,9 @@ from kvindex.tokenizer import NotEncodable, PromptTokenizer, pack
 logger = logging.getLogger("warmroute.token_mode")
 
 LONG_TEXT = 48 * 1024  # characters; about 20 ms of tokenising
+# What is beyond these is placed by its text: no agent sends it, and it would take seconds and flush what others have cached.
+MOST_NEW = 4 * 1024 * 1024  # characters that were not seen before
+LONGEST_PIECE = 128 * 1024  # characters between two places where a text may be cut
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class TokenMode:
         self.fallbacks: dict[str, int] = {}
         self.renderer = Renderer(directory, options)
         self.tokenizer = PromptTokenizer(directory)
+        self._beside = asyncio.Semaphore(2)  # threads at once
 
     def prompt(self, dialect: Dialect, fields: dict[str, Any], lora: str = "", salt: str = "") -> TokenPrompt | None:
         """The prompt of a request as it is forwarded; None where it cannot be told. `fields` stay as they are."""
@@ -54,9 +58,14 @@ class TokenMode:
         if isinstance(text, str) and len(text) > LONG_TEXT:
             try:
                 start = self.tokenizer.unknown_from(text, seed, self.block_tokens, rendered.add_special_tokens)
-                if len(text) - start > LONG_TEXT:
+                new = len(text) - start
+                if new > MOST_NEW or (new > LONGEST_PIECE and self.tokenizer.longest_piece(text, start) > LONGEST_PIECE):
+                    self._fell_back("too much new text at once, or too long a word")
+                    return None
+                if new > LONG_TEXT:
                     loop = asyncio.get_running_loop()
-                    self.tokenizer.learn(await loop.run_in_executor(None, self.tokenizer.tokenize_ahead, text, start))
+                    async with self._beside:
+                        self.tokenizer.learn(await loop.run_in_executor(None, self.tokenizer.tokenize_ahead, text, start))
             except NotEncodable:
                 pass  # found and counted below
         return self._chained(rendered, seed)

@@ -80,6 +80,11 @@ def identity_seed(model: str, *parts: str) -> int:
     return seed
 
 
+def short(text: str) -> str:
+    """The text, or a digest where it is long: seeds are cached with what they are made of, and clients send that."""
+    return text if len(text) <= 256 else f"{xxh3_64_intdigest(text.encode('utf-8', 'surrogatepass')):x}"
+
+
 def token_seed(lora: str = "", salt: str = "") -> int:
     """Seed for chains over token ids (token mode, engines' KV events): what separates caches within one base model."""
-    return identity_seed("tokens", lora, salt)
+    return identity_seed("tokens", lora, short(salt))

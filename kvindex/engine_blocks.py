@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
@@ -85,7 +85,8 @@ class EngineBlocks:
         self._cutter = struct.Struct(f"{self._block_bytes}s")
         self._engine_hash: dict[int, EngineHash] = {}  # own hash -> engine's, of blocks held in any tier
         self._expected: dict[int, float] = {}  # own hash -> until when it counts as held without being reported
-        self._expiries: deque[tuple[float, list[int]]] = deque()
+        self._expiries: list[tuple[float, int, list[int]]] = []  # heap: until, a number of its own, own hashes
+        self._expectations = 0
         self._warned_malformed = False
         self._start_over()
 
@@ -241,7 +242,10 @@ class EngineBlocks:
         if self.block_tokens % size:
             self.ignored += count
             if self.mismatch is None:
-                self.mismatch = f"the index block of {self.block_tokens} tokens is not a multiple of the engine's block of {size}"
+                self.mismatch = (
+                    f"the index block of {self.block_tokens} tokens is not a multiple of the engine's block of {size}; "
+                    "set block_tokens of its model"
+                )
                 logger.warning("%s: KV events are ignored: %s", self.holder, self.mismatch)
             return None
         keys = _other_keys(event) if event.extra_keys or event.cache_salt else _NO_KEYS
@@ -371,7 +375,7 @@ class EngineBlocks:
     def expect(self, hashes: Sequence[int], held: int, until: float) -> None:
         """A request with this chain was sent: what follows its first `held` blocks counts as held on the GPU until then.
 
-        An event that stores a block takes its place. `until` (seconds) does not decrease from call to call.
+        An event that stores a block takes its place. `until` is in seconds.
         """
         gpu = self._tiers[_GPU]
         assert gpu is not None
@@ -383,24 +387,32 @@ class EngineBlocks:
             if tier:
                 self._index.store(tier.holder, new)
         self._expected.update(dict.fromkeys(new, until))
-        self._expiries.append((until, new))
+        self._expectations += 1
+        heappush(self._expiries, (until, self._expectations, new))
+
+    def withdraw(self, hashes: Sequence[int]) -> None:
+        """What was expected of a request with this chain will not come (it was refused, its client left)."""
+        if self._expected:
+            self._unexpect([own for own in hashes if own in self._expected])
+
+    def _unexpect(self, blocks: list[int]) -> None:
+        for own in blocks:
+            del self._expected[own]
+        for rank, tier in enumerate(self._tiers):
+            if tier:
+                self._index.remove(tier.holder, [own for own in blocks if not self._holds(own, rank)])
 
     def expire(self, now: float) -> None:
         """Take back what was expected until now or earlier and was not reported; stops after EXPIRE_BLOCKS blocks."""
         budget = EXPIRE_BLOCKS
         while budget > 0 and self._expiries and self._expiries[0][0] <= now:
-            blocks = self._expiries[0][1]
+            blocks = self._expiries[0][2]
             due = blocks[-budget:]  # a chain's end first
             del blocks[-budget:]
             budget -= len(due)
             if not blocks:
-                self._expiries.popleft()
-            gone = [own for own in due if self._expected.get(own, math.inf) <= now]
-            for own in gone:
-                del self._expected[own]
-            for rank, tier in enumerate(self._tiers):
-                if tier:
-                    self._index.remove(tier.holder, [own for own in gone if not self._holds(own, rank)])
+                heappop(self._expiries)
+            self._unexpect([own for own in due if self._expected.get(own, math.inf) <= now])
 
     def _holds(self, own: int, rank: int) -> bool:
         block = self._engine_hash.get(own)

@@ -33,7 +33,7 @@ class EventStream:
     `on_batch` gets every payload once and in order. `on_reset` says that what was reported so far is void (the publisher restarted,
     or batches are lost for good); the batches that follow stand alone. Both are called in the event loop.
 
-    `state`: "starting" until the publisher was heard of, "live", "stale" while it is away, "stopped".
+    `on_state` gets each change of `state`: "starting" until the publisher was heard of, "live", "stale" while it is away, "stopped".
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class EventStream:
         on_batch: Callable[[bytes], None],
         on_reset: Callable[[str], None],
         name: str,
+        on_state: Callable[[State], None] = lambda state: None,
         first_timeout_s: float = 2.0,
     ) -> None:
         """`first_timeout_s` is how long `start` waits for the publisher, and a replay for its next batch."""
-        self.state: State = "starting"
+        self._state: State = "starting"
         self.last_seq: int | None = None  # number of the last batch applied
         self.last_batch_at: float | None = None  # the event loop's time, seconds
         self.gaps = 0  # holes seen in the numbers of live batches
@@ -59,6 +60,7 @@ class EventStream:
         self._topic = topic
         self._on_batch = on_batch
         self._on_reset = on_reset
+        self._on_state = on_state
         self._name = name
         self._timeout_s = first_timeout_s
         self._last_payload = b""
@@ -68,6 +70,16 @@ class EventStream:
         self._heard = asyncio.Event()  # the publisher is there
         self._caught_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state != self._state:
+            self._state = state
+            self._on_state(state)
 
     async def start(self) -> None:
         """Subscribe, and apply what the publisher still has. Returns after `first_timeout_s` if it is not there yet; it is awaited then."""
@@ -112,11 +124,14 @@ class EventStream:
     # ---- the live socket
 
     async def _run(self) -> None:
+        trouble = ""
         while True:
             try:
                 await self._follow()
-            except Exception:  # never silently: the index must not stand still and be believed
-                logger.exception("%s: following the KV events failed; starting over", self._name)
+            except Exception as error:  # never silently: the index must not stand still and be believed
+                if repr(error) != trouble:
+                    logger.exception("%s: following the KV events failed; starting over", self._name)
+                trouble = repr(error)
                 self.state = "stale"
                 self._start_over("error")
                 self._caught_up.set()
@@ -208,7 +223,7 @@ class EventStream:
 
     async def _catch_up(self) -> None:
         """Apply what the publisher still has after the last batch. Where it cannot be asked, nothing happens."""
-        self._unverified = False
+        unverified, self._unverified = self._unverified, False
         whole = True
         while True:
             before = self.last_seq
@@ -223,6 +238,9 @@ class EventStream:
                     self._no_replay_logged = True
                     where = f"no answer from {self._replay_endpoint}" if self._replay_endpoint else "no replay endpoint"
                     logger.warning("%s: KV events are not replayed: %s", self._name, where)
+                if unverified and before is not None:  # nobody can say whether it is still the publisher that it was
+                    self._start_over("the publisher was away and cannot be asked")
+                    self._unverified = False
                 return
             whole = self.last_seq != before  # a hole that is there again is a loss
 

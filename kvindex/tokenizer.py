@@ -192,6 +192,10 @@ class PromptTokenizer:
         _, checkpoint = self._known(self._digests(text, seed, 4 * block_tokens, add_special_tokens))
         return checkpoint.offset if checkpoint is not None else 0
 
+    def longest_piece(self, text: str, start: int) -> int:
+        """Characters of the longest piece from `start` on, a place where the text may be cut."""
+        return max((len(part) for part in self._segments(text, start)[0] if type(part) is str), default=0)
+
     def tokenize_ahead(self, text: str, start: int) -> dict[str, bytes]:
         """Token ids of the pieces from `start` on that are not known; changes nothing, so another thread may do it. See `learn`."""
         cache = self._pieces

@@ -20,15 +20,16 @@ DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
 class Reservation:
     """One request's claim on a worker."""
 
-    __slots__ = ("decode_s", "phase", "prefill_s", "prompt_tokens", "streamed", "worker")
+    __slots__ = ("decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "worker")
 
     PREFILL, DECODE, RELEASED = 0, 1, 2
 
-    def __init__(self, worker: Worker, prefill_s: float, prompt_tokens: float, streamed: bool, now: float):
+    def __init__(self, worker: Worker, prefill_s: float, prompt_tokens: float, streamed: bool, now: float, root: int | None = None):
         self.worker = worker
         self.prefill_s = prefill_s
         self.prompt_tokens = prompt_tokens
         self.streamed = streamed
+        self.root = root  # the prompt's first block
         self.phase = self.PREFILL
         if not worker.prefilling:
             worker.head_since = now

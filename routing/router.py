@@ -36,6 +36,7 @@ class CacheEvents(Protocol):
 
     def usable(self, hashes: Sequence[int], depth: int) -> int: ...
     def expect(self, hashes: Sequence[int], held: int, until: float) -> None: ...
+    def withdraw(self, hashes: Sequence[int]) -> None: ...
     def expire(self, now: float) -> None: ...
 
 
@@ -79,6 +80,7 @@ class Decision:
     candidates: list[tuple[Any, ...]]  # the chosen one first, each with the terms of its cost (fields of `Terms`)
     by_events: float | None = None  # cached tokens as the worker's events have it, believed or not; None where there are none
     by_memory: float = 0.0  # the same of routing memory
+    certain: bool = True  # no other request was computing this prompt's beginning there when it was placed
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data, for logs and people."""
@@ -100,6 +102,7 @@ class Decision:
 ROOT_TOKENS = 128  # conversations of one client that differ only later than this count as one session (text mode: one block)
 # Events come this long after the tokens they tell of, at most: until then a chain that was sent counts as held.
 EVENTS_LAG_S = 5.0
+LONGEST_EXPECTATION_S = 60.0
 
 
 def _depth(events: CacheEvents, worker: Worker, request: RouteRequest, matches: Mapping[str, int]) -> tuple[int, float]:
@@ -272,10 +275,10 @@ class Router:
             matches = self.index.match(hashes)
             longest = 0
             for holder, blocks in matches.items():
+                if holder not in self.workers:  # what an engine reports: see below. It holds more than prompts, so ends no session's chain
+                    continue
                 if blocks > longest:
                     longest = blocks
-                if holder not in self.workers:  # what an engine reports: see below
-                    continue
                 held = blocks * block
                 cached[holder] = held if held < most else most
             if self.events or self._load_only:
@@ -295,7 +298,9 @@ class Router:
         wait = worker.wait_s(now)
         prefill = worker.prefill_s(total - held, total)
         self.congestion.add(prefill, now, at_home=reason == "home")
-        reservation = Reservation(worker, prefill, total, request.streamed, now)
+        # what others with this beginning are still computing may or may not be there when this one starts
+        certain = not hashes or all(other.root != hashes[0] for other in worker.prefilling)
+        reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None)
         if session is not None:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
@@ -304,11 +309,17 @@ class Router:
         if request.tokens and (events := self.events.get(worker.id)) is not None:
             depth, _ = _depth(events, worker, request, matches)
             by_events = _hit_tokens(depth, block, most, worker)
-            events.expect(hashes, depth, now + 2.0 * (wait + prefill) + EVENTS_LAG_S)
+            events.expect(hashes, depth, now + min(2.0 * (wait + prefill) + EVENTS_LAG_S, LONGEST_EXPECTATION_S))
         by_memory = min(matches.get(worker.id, 0) * block, most)
         return Decision(
-            request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked, by_events, by_memory
-        )
+            request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked, by_events, by_memory,
+            certain,
+        )  # fmt: skip
+
+    def failed(self, decision: Decision) -> None:
+        """The request was not answered as asked (refused, broken, left by its client): what it was to compute is not there."""
+        if decision.by_events is not None and (events := self.events.get(decision.worker.id)) is not None:
+            events.withdraw(decision.request.hashes)
 
     def _use_events(
         self,
@@ -346,7 +357,7 @@ class Router:
     ) -> None:
         """Correct the estimates by what the engine reported (tokens) and what was seen (time to first token of a stream)."""
         request, worker = decision.request, decision.worker
-        if prompt_tokens and self.tokens.observe(request.model, request.length, prompt_tokens):
+        if prompt_tokens and not request.tokens and self.tokens.observe(request.model, request.length, prompt_tokens):
             for other in self.serving(request.model):
                 self._size_memory(other)
         total = float(prompt_tokens or decision.prompt_tokens)
@@ -356,26 +367,29 @@ class Router:
             # a long wait says more of those ahead than of this request's own prefill
             if decision.wait_s <= own:
                 worker.observe_prefill(ttft_s, decision.wait_s + own)
-        if cached_tokens is not None and decision.request.hashes:
+        if cached_tokens is None:
+            worker.trust.not_told()
+        elif request.hashes:
             self._judge(decision, int(total), cached_tokens)
         if cached_tokens is not None and decision.reason == "home":
             missing = decision.cached_tokens - cached_tokens
             # the engine's blocks and ours do not end at the same tokens: one block of each is no error
-            if missing > 2 * self.block_units / self.tokens.of(request.model) + worker.profile.block_size:
+            if missing > 2 * self._block_tokens(request) + worker.profile.block_size:
                 self._trim(decision, cached_tokens)
 
     def _judge(self, decision: Decision, prompt_tokens: int, cached_tokens: int) -> None:
         """Hold the reported cached tokens against what each source had predicted."""
         worker, request = decision.worker, decision.request
-        block = max(request.block_tokens or self.block_units / self.tokens.of(request.model), worker.profile.block_size)
+        block = max(self._block_tokens(request), worker.profile.block_size)
         trust = worker.trust
-        trust.observe(
-            exact_error=None if decision.by_events is None else abs(decision.by_events - cached_tokens),
-            memory_error=abs(decision.by_memory - cached_tokens),
-            exact_tolerance=block,
-            # routing memory is a guess: what matters is that it tells a warm worker from a cold one
-            memory_tolerance=max(2.0 * block, 0.25 * prompt_tokens),
-        )
+        if decision.certain:
+            trust.observe(
+                exact_error=None if decision.by_events is None else abs(decision.by_events - cached_tokens),
+                memory_error=abs(decision.by_memory - cached_tokens),
+                exact_tolerance=block,
+                # routing memory is a guess: what matters is that it tells a warm worker from a cold one
+                memory_tolerance=max(2.0 * block, 0.25 * prompt_tokens),
+            )
         if prompt_tokens - cached_tokens > block:
             trust.computed(since=decision.placed_at)
         if trust.level == "load":
@@ -383,9 +397,12 @@ class Router:
         else:
             self._load_only.discard(worker.id)
 
+    def _block_tokens(self, request: RouteRequest) -> float:
+        return request.block_tokens or self.block_units / self.tokens.of(request.model)
+
     def _trim(self, decision: Decision, cached_tokens: int) -> None:
         if decision.session is not None:
-            blocks = int(cached_tokens * self.tokens.of(decision.request.model) / self.block_units)
+            blocks = int(cached_tokens / self._block_tokens(decision.request))
             self.memory.trim(decision.worker.id, decision.session.key, blocks)
 
     def load(self) -> Mapping[str, dict[str, float]]:

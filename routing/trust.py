@@ -64,6 +64,7 @@ class Trust:
         self.exact = Source()
         self.memory = Source()
         self.changes = 0
+        self._untold = 0  # answers in a row that did not report cached tokens
         self._lost = ""  # why the events cannot be relied on now
         self._heard_at = float("-inf")
         self._due = False  # blocks were computed, and no event has come since
@@ -75,6 +76,21 @@ class Trust:
         self.exact.clear()
         self._lost = ""
         self._settle("its KV events are followed")
+
+    def events_detached(self, why: str) -> None:
+        """The engine publishes no events any more."""
+        self.has_events = False
+        self._lost, self._due, self._due_since = "", False, None
+        self._settle(why)
+
+    def not_told(self) -> None:
+        """An answer did not report its cached tokens, so nothing could be held against it. Said once, since nobody checks then."""
+        self._untold += 1
+        if self._untold == WINDOW and self.has_events:
+            logger.warning(
+                "worker %s does not report cached tokens, so nobody can check what is predicted of its cache: start vLLM with "
+                "--enable-prompt-tokens-details, SGLang with --enable-cache-report", self.worker_id,
+            )  # fmt: skip
 
     def events_lost(self, why: str) -> None:
         """Events are missing: exact is out of reach until `events_recovered`."""
@@ -115,6 +131,7 @@ class Trust:
 
     def observe(self, *, exact_error: float | None, memory_error: float, exact_tolerance: float, memory_tolerance: float) -> None:
         """Judge what the sources predicted by what the engine reported; absolute errors in tokens, None where there was no prediction."""
+        self._untold = 0
         why = self.memory.observe(memory_error > memory_tolerance)
         if exact_error is not None and self.has_events:
             why = self.exact.observe(exact_error > exact_tolerance) or why

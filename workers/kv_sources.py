@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
+MOST_RANKS = 1024  # data-parallel ranks behind one URL
 _ANY_HOST = ("*", "0.0.0.0", "::", "[::]", "")
 _LOCAL_HOST = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -47,7 +48,9 @@ def from_sglang(payload: Any, worker_url: str) -> list[KVEventSource]:
     if not isinstance(publisher, dict) or publisher.get("publisher", "zmq") != "zmq":
         return []
     endpoint = publisher.get("endpoint") or "tcp://*:5557"
-    ranks = next((n for key in ("attn_dp_size", "dp_size") if isinstance(n := payload.get(key), int) and n > 1), 1)
+    if not isinstance(endpoint, str):
+        return []
+    ranks = next((n for key in ("attn_dp_size", "dp_size") if isinstance(n := payload.get(key), int) and 1 < n <= MOST_RANKS), 1)
     return [_source(publisher, endpoint, worker_url, rank, offset=rank) for rank in range(ranks)]
 
 

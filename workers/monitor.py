@@ -131,7 +131,10 @@ class Monitor:
         # the system's certificates, as for the requests themselves; httpx would take its own list
         verify = ssl.create_default_context()
         self._client = httpx.AsyncClient(verify=verify, timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
-        await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints))
+        first = await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints), return_exceptions=True)
+        for endpoint, outcome in zip(self.endpoints, first, strict=True):
+            if isinstance(outcome, Exception):  # one odd worker must not keep the others from being used
+                logger.error("probe of worker %s failed unexpectedly", endpoint.id, exc_info=outcome)
         for endpoint in self.endpoints:
             self._tasks[endpoint.id] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint.id}")
 
@@ -205,7 +208,11 @@ class Monitor:
     async def _get(self, endpoint: Endpoint, path: str) -> httpx.Response:
         assert self._client is not None
         headers = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        return await self._client.get(endpoint.url + path, headers=headers)
+        try:
+            async with asyncio.timeout(self.timeout_s):  # in all: httpx's limit is for each read, and an answer may drip
+                return await self._client.get(endpoint.url + path, headers=headers)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer from {path} within {self.timeout_s:g} s") from None
 
     async def _discover(self, endpoint: Endpoint) -> None:
         """Ask a worker that came up what it serves. What cannot be read is left as configured."""
@@ -221,20 +228,24 @@ class Monitor:
             endpoint.max_model_len = max(lengths, default=None)
         elif endpoint.profile.model:
             endpoint.models = [endpoint.profile.model]
-        if not endpoint.kv_sources:
-            endpoint.kv_sources = await self._find_kv_sources(endpoint)
+        sources = await self._find_kv_sources(endpoint)
+        if sources is not None:
+            endpoint.kv_sources = sources
         await self._scrape(endpoint, discover=True)
+        await self._tell(endpoint, "discovered")
 
-    async def _find_kv_sources(self, endpoint: Endpoint) -> list[KVEventSource]:
-        """Where the engine publishes its KV events; empty where it does not say."""
+    async def _find_kv_sources(self, endpoint: Endpoint) -> list[KVEventSource] | None:
+        """Where the engine publishes its KV events; empty where it does not, None where it could not be asked."""
+        answered = False
         for path, read in (("/kv_event_sources", from_vllm), ("/server_info", from_sglang)):
             try:
                 response = await self._get(endpoint, path)
+                answered = True
                 if response.status_code == 200 and (sources := read(response.json(), endpoint.url)):
                     return sources
             except (httpx.HTTPError, ValueError):
                 continue
-        return []
+        return [] if answered else None
 
     async def _scrape(self, endpoint: Endpoint, discover: bool = False) -> None:
         try:
@@ -258,7 +269,6 @@ class Monitor:
             found = {"kv_capacity_tokens": tokens, "block_size": block_size, "model": endpoint.models[0] if endpoint.models else None}
             update = {name: value for name, value in found.items() if value and name not in endpoint.stated}
             endpoint.profile = endpoint.profile.model_copy(update=update)
-            await self._tell(endpoint, "discovered")
         else:
             await self._tell(endpoint, "load")
 

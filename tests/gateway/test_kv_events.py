@@ -208,6 +208,74 @@ async def test_a_worker_that_was_only_thought_to_be_down_keeps_what_it_has(model
         assert worker == engine.id and cached > 2000
 
 
+async def test_an_engine_that_is_back_on_other_ports_or_without_events_is_not_believed_by_its_old_ones(model: Path) -> None:
+    engine, other = Engine(), Engine()
+    async with fleet(model, engine, other) as stack:
+        worker = stack.router.workers[engine.id]
+        known = Engine.tokens.prompt(CHAT, body(LONG))
+        assert known is not None
+        for told in (True, False, True):
+            await engine.stores(LONG)
+            if worker.trust.has_events:
+                await until(lambda: stack.gateway.fleet.feeds[engine.id].blocks.blocks > 50, "the events")
+            engine.healthy = False
+            await until(lambda: not worker.up, "notice")
+            await engine.publishers[0].close()
+            engine.publishers[0], engine.told = Publisher(), told
+            engine.healthy = True
+            await until(lambda: worker.up, "its return")
+            assert worker.trust.level == ("exact" if told else "memory")
+            feed = stack.gateway.fleet.feeds.get(engine.id)
+            assert (feed is not None) == told and (feed is None or feed.blocks.blocks == 0)
+            assert not any(holder.startswith(f"kv:{engine.id}") for holder in stack.router.index.match(known.chain.hashes))
+
+
+async def test_a_publisher_that_was_never_heard_leaves_routing_memory_in_charge(model: Path) -> None:
+    engine = Engine()
+    Engine.tokens = TokenMode(model, BLOCK)
+    async with engine:
+        await engine.publishers[0].close()
+        async with running(config(engine.url, models=[{"name": "m", "tokenizer": str(model)}])) as stack:
+            assert levels(stack) == ["memory"]
+            await chosen(stack, LONG)
+            assert (await chosen(stack, LONG))[1] > 2000
+
+
+@pytest.mark.parametrize("oddity", ["metrics", "endpoint", "text", "list"])
+async def test_an_odd_worker_does_not_keep_the_others_from_being_used(model: Path, oddity: str) -> None:
+    class Odd(Engine):
+        async def handle(self, request: WorkerRequest) -> None:
+            if oddity == "metrics" and request.path == "/metrics":
+                request.respond(b"", 500)
+            elif oddity == "text" and request.path == "/kv_event_sources":
+                request.respond(b"<html>")
+            elif oddity == "list" and request.path in ("/kv_event_sources", "/server_info"):
+                request.respond(b'[{"kv_events_config": 3}]')
+            else:
+                await super().handle(request)
+
+        def _source(self, rank: int) -> dict[str, Any]:
+            return super()._source(rank) | ({"endpoint": "garbage"} if oddity == "endpoint" else {})
+
+    odd, engine = Odd(ranks=2), Engine()
+    async with fleet(model, odd, engine) as stack:
+        assert stack.router.workers[engine.id].trust.level == "exact"
+        await until(lambda: any(w.up for i, w in stack.router.workers.items() if i.startswith(odd.id)), "the odd worker's use")
+
+
+async def test_a_refused_request_leaves_no_prediction_behind(model: Path) -> None:
+    engine = Engine()
+    async with fleet(model, engine) as stack:
+
+        async def refuse(request: WorkerRequest) -> None:
+            request.respond(b'{"error": {"message": "too long"}}', 400)
+
+        engine.script = refuse
+        assert (await stack.post("/v1/chat/completions", body(LONG))).status_code == 400
+        blocks = stack.gateway.fleet.feeds[engine.id].blocks
+        assert not blocks._expected and not stack.router.index.match(Engine.tokens.prompt(CHAT, body(LONG)).chain.hashes).get(blocks.holder)  # type: ignore[union-attr]
+
+
 async def test_a_salted_prompt_is_another_prompt(model: Path) -> None:
     engine = Engine()
     async with fleet(model, engine) as stack:

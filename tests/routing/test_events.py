@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from kvindex.chain import ChainState, token_seed
 from kvindex.engine_blocks import EngineBlocks
@@ -154,3 +156,45 @@ def test_an_engine_that_never_reports_cached_tokens_is_not_judged() -> None:
         decision = rig.decide(prompt(3200), float(n))
         rig.router.learn(decision, prompt_tokens=3200, cached_tokens=None, ttft_s=None)
     assert rig.router.workers["a"].trust.level == "exact"
+
+
+def test_a_session_without_a_key_is_found_again_although_the_engine_holds_more_than_its_prompts() -> None:
+    """Engines report what they generated as well: a longer match than the session's last prompt."""
+    rig = Rig()
+    tokens = prompt(3200)
+    homes = []
+    for turn in range(6):
+        decision = rig.decide(tokens, float(turn))
+        homes.append(decision.worker.id)
+        tokens = tokens + prompt(100, 100_000 + 1000 * turn)  # generated
+        rig.stored(decision.worker.id, tokens)
+        tokens = tokens + prompt(200, 200_000 + 1000 * turn)  # the next turn's own
+    assert len(set(homes)) == 1
+    assert len(rig.router.sessions) == 1
+
+
+def test_what_was_sent_and_refused_does_not_count_as_held() -> None:
+    rig = Rig()
+    decision = rig.decide(prompt(3200), 0.0)
+    rig.router.failed(decision)
+    assert rig.decide(prompt(3200), 0.1).by_events == 0.0
+
+
+def test_what_siblings_are_still_computing_is_no_test_of_the_index() -> None:
+    """Whether the engine shares a prefix that is being computed is its own affair: a burst must not cost the worker its trust."""
+    rig = Rig()
+    rig.router.set_up(rig.router.workers["b"], False)
+    shared = prompt(3200)
+    burst = [rig.router.decide(rig.request(shared + prompt(100, 10_000 + 200 * n)), 0.0) for n in range(2 * WINDOW)]
+    for decision in burst:
+        decision.reservation.release(1.0)
+        learn(rig, decision, cached=0)
+    assert rig.router.workers["a"].trust.level == "exact"
+
+
+def test_an_engine_whose_answers_cannot_be_checked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    with caplog.at_level(logging.WARNING):
+        for n in range(3 * WINDOW):
+            rig.router.learn(rig.decide(prompt(3200), float(n)), prompt_tokens=3200, cached_tokens=None, ttft_s=None)
+    assert caplog.text.count("does not report cached tokens") == 1
