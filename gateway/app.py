@@ -107,13 +107,14 @@ class Gateway:
 
         @api.get("/admin/state", dependencies=admin, summary="What the gateway holds open: for tests and for people who look for leaks")
         def state() -> dict[str, Any]:
+            pools = set(fleet.pools.values())  # the ranks behind one URL share theirs
             return {
                 "policy": fleet.router.policy.name,
                 "sessions": len(fleet.router.sessions),
                 "index_blocks": len(fleet.router.index),
                 "reservations": sum(worker.in_flight for worker in fleet.router.workers.values()),
-                "upstream_active": sum(pool.active_connections for pool in fleet.pools.values()),
-                "upstream_open": sum(pool.open_connections for pool in fleet.pools.values()),
+                "upstream_active": sum(pool.active_connections for pool in pools),
+                "upstream_open": sum(pool.open_connections for pool in pools),
                 "known_prefix_bytes": self.inference.reader.kept_bytes,
             }
 
