@@ -285,9 +285,10 @@ async def gateway_with(*scripts: Script | ScriptedWorker | None, **sections: Any
             await stack.enter_async_context(worker)
         started = await stack.enter_async_context(running(config(*(w.url for w in workers), **sections)))
         # the first probe may have met a process that was busy collecting garbage; a test's unhealthy worker stays down
+        expected = [worker.id for worker in workers if worker.healthy and not worker.silent]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                while not started.gateway.fleet.ready:
+                while not all(started.router.workers[i].up for i in expected if i in started.router.workers):
                     await asyncio.sleep(0.01)
         yield started, workers
 

@@ -18,6 +18,8 @@ from click.testing import CliRunner
 from workers.launch import EXIT_CANNOT_START, EXIT_CRASH_LOOP, EXIT_PORT_IN_USE, RestartPolicy
 from workers.launchcli import launch_command
 
+pytestmark = pytest.mark.slow  # real processes that start, die and are waited for
+
 FAKE = Path(__file__).parent / "fake_engine.py"
 PROFILES = Path(__file__).parent.parent.parent / "deploy" / "profiles"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="orphans come back to the launcher on Linux only")
