@@ -308,10 +308,14 @@ class Fleet:
             w.id: float(LEVELS.index(w.trust.level)) for w in workers
         }
         yield "worker_trust_changes", "Times that has changed", {w.id: float(w.trust.changes) for w in workers}
-        feeds = self.feeds.items()
-        yield "worker_event_blocks", "Engine blocks that its KV events say it holds", {i: float(f.blocks.blocks) for i, f in feeds}
-        yield "worker_event_gaps", "Gaps seen in its KV events", {i: float(f.stream.gaps) for i, f in feeds}
-        yield "worker_event_orphans", "Blocks reported on a parent that is not known", {i: float(f.blocks.orphaned) for i, f in feeds}
+        # 0 for workers without events
+        feeds = {worker_id: self.feeds.get(worker_id) for worker_id in self.router.workers}
+        held = {i: float(feed.blocks.blocks) if feed else 0.0 for i, feed in feeds.items()}
+        gaps = {i: float(feed.stream.gaps) if feed else 0.0 for i, feed in feeds.items()}
+        orphans = {i: float(feed.blocks.orphaned) if feed else 0.0 for i, feed in feeds.items()}
+        yield "worker_event_blocks", "Engine blocks that its KV events say it holds", held
+        yield "worker_event_gaps", "Gaps seen in its KV events", gaps
+        yield "worker_event_orphans", "Blocks reported on a parent that is not known", orphans
         yield "worker_engine_kv_use", "KV cache use, as the engine reports", {w.id: w.scraped_kv_use for w in workers}
 
 

@@ -133,7 +133,7 @@ def test_latency_panels_show_every_tier(prometheus: httpx.Client) -> None:
 
 def test_rules_load_and_no_alert_fires(prometheus: httpx.Client) -> None:
     rules = [rule for group in prometheus.get("/api/v1/rules").json()["data"]["groups"] for rule in group["rules"]]
-    assert len(rules) == 5
+    assert len(rules) == 6
     assert [rule["name"] for rule in rules if rule["health"] == "err"] == []
     assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
 
