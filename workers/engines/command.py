@@ -126,8 +126,16 @@ class Elsewhere:
     where: str
 
 
+@dataclass(frozen=True)
+class OneOf:
+    """A flag whose values the engine names itself: neutral value -> its name, or the names it takes as they are."""
+
+    flag: str
+    names: Mapping[str, str] | tuple[str, ...]
+
+
 # A flag by its name, or what does the translation.
-Rule: TypeAlias = str | Switch | Option | Refused | Elsewhere | Callable[[LaunchProfile, Draft], None]
+Rule: TypeAlias = str | OneOf | Switch | Option | Refused | Elsewhere | Callable[[LaunchProfile, Draft], None]
 
 
 def apply_rules(profile: LaunchProfile, rules: Mapping[str, Rule], engine: str, always: tuple[str, ...] = ()) -> Draft:
@@ -142,6 +150,10 @@ def apply_rules(profile: LaunchProfile, rules: Mapping[str, Rule], engine: str, 
             continue
         if isinstance(rule, str):
             draft.flag(rule, value)
+        elif isinstance(rule, OneOf):
+            names = rule.names if isinstance(rule.names, Mapping) else {name: name for name in rule.names}
+            if chosen := choose(draft, name, value, names, engine):
+                draft.flag(rule.flag, chosen)
         elif isinstance(rule, Switch):
             if words := (rule.on if value else rule.off):
                 draft.flag(*words)
@@ -170,3 +182,17 @@ def choose(draft: Draft, field_name: str, value: str, names: Mapping[str, str], 
         return names[value]
     draft.refuse(f"{field_name}: {engine} knows {', '.join(names)}; not {value}")
     return None
+
+
+def quantization(engine: str, names: Mapping[str, str]) -> Callable[[LaunchProfile, Draft], None]:
+    """The rule of engines that quantize while loading (neutral format -> method) and otherwise read the method from the checkpoint."""
+
+    def rule(profile: LaunchProfile, draft: Draft) -> None:
+        assert profile.quantization is not None
+        if profile.quantization_source == "load":
+            if method := choose(draft, "quantization", profile.quantization, names, f"{engine} while loading"):
+                draft.flag("--quantization", method)
+        elif profile.quantization_method is None:
+            draft.note(f"{profile.quantization} weights: {engine} reads the method from the checkpoint")
+
+    return rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engines.command import Command, Draft, Elsewhere, Refused, Rule, Switch, apply_rules, choose
+from workers.engines.command import Command, Draft, Elsewhere, OneOf, Refused, Rule, Switch, apply_rules, choose, quantization
 from workers.engines.metrics import EngineMetrics
 from workers.launchprofile import LaunchProfile
 
@@ -66,12 +66,6 @@ def _expert_parallel(profile: LaunchProfile, draft: Draft) -> None:
     draft.flag("--ep-size", profile.ep)
 
 
-def _all2all(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.all2all_backend is not None
-    if name := choose(draft, "all2all_backend", profile.all2all_backend, {name: name for name in ALL2ALL}, "SGLang"):
-        draft.flag("--moe-a2a-backend", name)
-
-
 def _expert_balancing(profile: LaunchProfile, draft: Draft) -> None:
     assert profile.expert_balancing is not None
     draft.flag("--enable-eplb")
@@ -84,27 +78,6 @@ def _nodes(profile: LaunchProfile, draft: Draft) -> None:
     draft.flag("--nnodes", nodes.count)
     draft.flag("--node-rank", nodes.rank)
     draft.flag("--dist-init-addr", f"{nodes.address}:{nodes.port}")
-
-
-def _quantization(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.quantization is not None
-    if profile.quantization_source == "load":
-        if method := choose(draft, "quantization", profile.quantization, QUANTIZE_ON_LOAD, "SGLang while loading"):
-            draft.flag("--quantization", method)
-    elif profile.quantization_method is None:
-        draft.note(f"{profile.quantization} weights: SGLang reads the method from the checkpoint")
-
-
-def _quantization_method(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.quantization_method is not None
-    if method := choose(draft, "quantization_method", profile.quantization_method, {name: name for name in METHODS}, "SGLang"):
-        draft.flag("--quantization", method)
-
-
-def _kv_dtype(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.kv_dtype is not None
-    if name := choose(draft, "kv_dtype", profile.kv_dtype, KV_DTYPES, "SGLang"):
-        draft.flag("--kv-cache-dtype", name)
 
 
 def _kv_capacity(profile: LaunchProfile, draft: Draft) -> None:
@@ -232,12 +205,12 @@ RULES: dict[str, Rule] = {
     "attention_dp": _attention_dp,
     "nodes": _nodes,
     "ep": _expert_parallel,
-    "all2all_backend": _all2all,
+    "all2all_backend": OneOf("--moe-a2a-backend", ALL2ALL),
     "expert_balancing": _expert_balancing,
     "dtype": "--dtype",
-    "quantization": _quantization,
-    "quantization_method": _quantization_method,
-    "kv_dtype": _kv_dtype,
+    "quantization": quantization("SGLang", QUANTIZE_ON_LOAD),
+    "quantization_method": OneOf("--quantization", METHODS),
+    "kv_dtype": OneOf("--kv-cache-dtype", KV_DTYPES),
     "max_model_len": "--context-length",
     "memory_share": "--mem-fraction-static",
     "kv_cache_bytes": Refused("counts KV cache in tokens; set kv_capacity_tokens or memory_share"),

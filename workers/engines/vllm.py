@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.engines.command import Command, Draft, Elsewhere, Refused, Rule, Switch, apply_rules, choose
+from workers.engines.command import Command, Draft, Elsewhere, OneOf, Refused, Rule, Switch, apply_rules, quantization
 from workers.engines.metrics import EngineMetrics
 from workers.launchprofile import LaunchProfile
 
@@ -101,43 +101,10 @@ def _expert_parallel(profile: LaunchProfile, draft: Draft) -> None:
         draft.refuse(f"ep: vLLM spreads experts over all {width} accelerators of tp x dp x attention_dp; set ep to {width}, or to 1")
 
 
-def _all2all(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.all2all_backend is not None
-    if name := choose(draft, "all2all_backend", profile.all2all_backend, {name: name for name in ALL2ALL}, "vLLM"):
-        draft.flag("--all2all-backend", name)
-
-
 def _expert_balancing(profile: LaunchProfile, draft: Draft) -> None:
     assert profile.expert_balancing is not None
     draft.flag("--enable-eplb")
     draft.json("--eplb-config", {"num_redundant_experts": profile.expert_balancing.redundant_experts})
-
-
-def _quantization(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.quantization is not None
-    if profile.quantization_source == "load":
-        if method := choose(draft, "quantization", profile.quantization, QUANTIZE_ON_LOAD, "vLLM while loading"):
-            draft.flag("--quantization", method)
-    elif profile.quantization_method is None:
-        draft.note(f"{profile.quantization} weights: vLLM reads the method from the checkpoint")
-
-
-def _quantization_method(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.quantization_method is not None
-    if method := choose(draft, "quantization_method", profile.quantization_method, {name: name for name in METHODS}, "vLLM"):
-        draft.flag("--quantization", method)
-
-
-def _prefix_hash(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.prefix_hash_algo is not None
-    if name := choose(draft, "prefix_hash_algo", profile.prefix_hash_algo, {name: name for name in HASHES}, "vLLM"):
-        draft.flag("--prefix-caching-hash-algo", name)
-
-
-def _kv_dtype(profile: LaunchProfile, draft: Draft) -> None:
-    assert profile.kv_dtype is not None
-    if name := choose(draft, "kv_dtype", profile.kv_dtype, KV_DTYPES, "vLLM"):
-        draft.flag("--kv-cache-dtype", name)
 
 
 def _kv_capacity(profile: LaunchProfile, draft: Draft) -> None:
@@ -244,19 +211,19 @@ RULES: dict[str, Rule] = {
     "attention_dp": _attention_dp,
     "nodes": _nodes,
     "ep": _expert_parallel,
-    "all2all_backend": _all2all,
+    "all2all_backend": OneOf("--all2all-backend", ALL2ALL),
     "expert_balancing": _expert_balancing,
     "dtype": "--dtype",
-    "quantization": _quantization,
-    "quantization_method": _quantization_method,
-    "kv_dtype": _kv_dtype,
+    "quantization": quantization("vLLM", QUANTIZE_ON_LOAD),
+    "quantization_method": OneOf("--quantization", METHODS),
+    "kv_dtype": OneOf("--kv-cache-dtype", KV_DTYPES),
     "max_model_len": "--max-model-len",
     "memory_share": "--gpu-memory-utilization",
     "kv_cache_bytes": "--kv-cache-memory-bytes",
     "kv_capacity_tokens": _kv_capacity,
     "block_size": "--block-size",
     "prefix_caching": Switch(on=("--enable-prefix-caching",), off=("--no-enable-prefix-caching",)),
-    "prefix_hash_algo": _prefix_hash,
+    "prefix_hash_algo": OneOf("--prefix-caching-hash-algo", HASHES),
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "chunked_prefill": Switch(on=("--enable-chunked-prefill",), off=("--no-enable-chunked-prefill",)),
