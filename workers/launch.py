@@ -83,6 +83,8 @@ class Supervisor:
         """Stop the engine and return from `run`; told twice, without grace."""
         if self._stop.is_set():
             self._hurry.set()
+        else:
+            self._tell(f"stopping; {self.policy.grace_s:g} s are left to it unless told again")
         self._stop.set()
 
     async def run(self) -> int:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 FAULT = os.environ.get("FAKE", "none")
@@ -29,11 +28,13 @@ def core(*, own_session: bool, port: int) -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "held = socket.create_server(('127.0.0.1', int(sys.argv[2])))\n"
         "(pathlib.Path(sys.argv[1]) / f'core-{os.getpid()}').touch()\n"
+        "os.write(int(sys.argv[3]), b'.')\n"
         "time.sleep(600)\n"
     )
-    subprocess.Popen([sys.executable, "-c", code, str(PIDS), str(port)], start_new_session=own_session)
-    while not list(PIDS.glob("core-*")):
-        time.sleep(0.01)
+    started, tell = os.pipe()
+    subprocess.Popen([sys.executable, "-c", code, str(PIDS), str(port), str(tell)], start_new_session=own_session, pass_fds=[tell])
+    os.close(tell)
+    os.read(started, 1)
 
 
 class Health(http.server.BaseHTTPRequestHandler):
