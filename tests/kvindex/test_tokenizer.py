@@ -314,10 +314,8 @@ def test_a_turn_costs_what_is_new(template: str, monkeypatch: pytest.MonkeyPatch
     assert grown == ChainState.start(SEED, 512).extend(whole(model(template), longer)).chain()
 
 
-def test_what_comes_back_elsewhere_is_not_tokenised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = PromptTokenizer(model("qwen"))
-    results = [f"<|im_start|>user\nresult {number}: é {'some text ' * 300}<|im_end|>\n" for number in range(20)]
-    tokenizer.encode("".join(results))
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are tokenised from now on."""
     tokenised: list[str] = []
     encode = PromptTokenizer._encode
 
@@ -326,6 +324,14 @@ def test_what_comes_back_elsewhere_is_not_tokenised_again(monkeypatch: pytest.Mo
         return encode(self, texts)
 
     monkeypatch.setattr(PromptTokenizer, "_encode", counted)
+    return tokenised
+
+
+def test_what_comes_back_elsewhere_is_not_tokenised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = PromptTokenizer(model("qwen"))
+    results = [f"<|im_start|>user\nresult {number}: é {'some text ' * 300}<|im_end|>\n" for number in range(20)]
+    tokenizer.encode("".join(results))
+    tokenised = counting(monkeypatch)
     # a template that drops something early (thinking) moves everything behind it
     text = "<|im_start|>system\nnew<|im_end|>\n" + "".join(results[3:])
     assert tokenizer.encode(text) == whole(model("qwen"), text)
@@ -347,14 +353,7 @@ def test_memory_stays_within_its_bounds() -> None:
 
 def test_what_was_used_last_is_kept_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = PromptTokenizer(model("qwen"), piece_bytes=20_000)
-    tokenised: list[str] = []
-    encode = PromptTokenizer._encode
-
-    def counted(self: PromptTokenizer, texts: list[str]) -> list[bytes]:
-        tokenised.extend(texts)
-        return encode(self, texts)
-
-    monkeypatch.setattr(PromptTokenizer, "_encode", counted)
+    tokenised = counting(monkeypatch)
     for number in range(100):
         tokenizer.encode("é the one that is asked for again<|im_end|>")
         tokenizer.encode(f"é{number} {'other ' * 50}<|im_end|>")
