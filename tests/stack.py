@@ -347,8 +347,9 @@ class Client:
     def abort(self) -> None:
         """Leave with a TCP reset."""
         sock = self.writer.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # the gateway may have closed it already
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if sock is not None:  # None and an error: the gateway has closed it already
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
     async def close(self) -> None:
