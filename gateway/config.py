@@ -129,10 +129,39 @@ class WorkerConfig(WorkerProfile):
         return WorkerProfile(**{name: getattr(self, name) for name in WorkerProfile.model_fields})
 
 
+class RedisConfig(Strict):
+    """The Redis or Valkey (7.0 or later) through which gateways share the index, load and sessions."""
+
+    url: str = Field("redis://127.0.0.1:6379/0", description="redis://[user@]host:port/db, rediss://... or unix:///path; no password in it")
+    nodes: list[str] = Field(default_factory=list, description="host:port of Sentinels or of further cluster nodes")
+    sentinel_master: str | None = Field(None, description="the master's name; `nodes` are the Sentinels then")
+    cluster: bool = Field(False, description="whether it is a Redis Cluster")
+    password_env: str | None = Field(None, description="environment variable that holds the password")
+    ca_file: Path | None = Field(None, description="certificate authority for rediss://")
+    cert_file: Path | None = Field(None, description="client certificate for rediss://")
+    key_file: Path | None = Field(None, description="its key")
+    pool: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="gateways that name the same pool share")
+    secret_env: str = Field(
+        "WARMROUTE_POOL_SECRET", description="environment variable with the secret that keys block hashes; the same on every gateway"
+    )
+    shards: int = Field(1, ge=1, le=256, description="parts of the index, each on its own cluster slot (by worker)")
+    deadline_ms: float = Field(50.0, gt=0, description="a call that takes longer counts as failed; local knowledge goes on alone")
+
+    @field_validator("url")
+    @classmethod
+    def _is_redis(cls, url: str) -> str:
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must be redis://host:port, rediss://host:port or unix:///path")
+        if ":" in url.split("://", 1)[1].rpartition("@")[0]:  # it would show in logs and in the process list
+            raise ValueError("must not hold a password; name an environment variable in password_env")
+        return url
+
+
 class IndexConfig(Strict):
     """What is cached where."""
 
-    backend: Literal["memory"] = Field("memory", description="memory: embedded, nothing to install")
+    backend: Literal["memory", "redis"] = Field("memory", description="memory: embedded, nothing to install; redis: shared by gateways")
+    redis: RedisConfig = Field(default_factory=RedisConfig, description="for backend: redis")
     block_tokens: int = Field(128, ge=16, description="index block, in tokens (text mode counts 4 bytes a token)")
     ttl_s: float = Field(3600.0, gt=0, description="what was routed longer ago than this counts as evicted")
     session_ttl_s: float = Field(900.0, gt=0, description="a session idle for longer no longer counts as living on its worker")
@@ -280,7 +309,7 @@ def _known_keys(location: list[Any]) -> list[str]:
             continue
         model = {
             "listen": Listen, "upstream": Upstream, "models": ModelConfig, "workers": WorkerConfig, "index": IndexConfig,
-            "tiers": Tier, "admin": Admin, "latency": LatencyModel, "kv_events": KVEvents,
+            "redis": RedisConfig, "tiers": Tier, "admin": Admin, "latency": LatencyModel, "kv_events": KVEvents,
             "speculation": Speculation,
         }.get(part, model)  # fmt: skip
     return list(model.model_fields)
