@@ -45,7 +45,6 @@ _DROPPED = frozenset((
 ))  # fmt: skip
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _EMPTY_CONTENT = re.compile(rb'"content"\s*:\s*(?:""|null)|"choices"\s*:\s*\[\s*\]|"delta"\s*:\s*\{\s*"role"\s*:\s*"\w+"\s*\}')
-_AFTER_EVENT = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _CHAT_CONTENT = re.compile(rb'"(?:tool_calls|reasoning|reasoning_content|error)"\s*:\s*[^n\s]|"finish_reason"\s*:\s*"')
 _RESPONSES_CONTENT = re.compile(rb'"type"\s*:\s*"(?:response\.(?!created|queued|in_progress)|error)')
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -380,11 +379,7 @@ class Inference:
             while not status:  # nudged: the worker is silent
                 await self._keepalive(relay, decision)
                 status = await exchange.head()
-            headers = exchange.headers
-            event_stream = relay.streamed and any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
-            )
-            if event_stream and status == 200:
+            if relay.streamed and status == 200 and _is_event_stream(exchange.headers):
                 await self._relay_stream(relay, decision, exchange)
             else:
                 await self._relay_whole(relay, decision, exchange)
@@ -476,21 +471,29 @@ class Inference:
         else:
             write, flow = unsent.append, _PAUSED  # another ASGI server: each read is sent by this task
 
-        def deliver(data: bytes) -> bool:
-            # what the splice does not pass on by itself
+        def looked_at(data: bytes) -> bytes:
+            # what of it the client may see now
             nonlocal carry
             splice.mark(clock())
             if carry or look_for in data or not data.endswith(b"\n\n"):
                 data, carry = self._whole_events(relay, carry + data)
                 splice.looking = bool(carry)
-            if data:
+            return data
+
+        def deliver(data: bytes) -> bool:
+            # what the splice does not pass on by itself
+            if data := looked_at(data):
                 write(data if flow is _PAUSED else b"%x\r\n%b\r\n" % (len(data), data))
             return not flow.write_paused
 
         splice = Splice(write, relay.marks.append, look_for if flow is not _PAUSED else b"", deliver)
         splice.looking = bool(carry)
+        last = b""
         while True:
             if data := exchange.take():
+                if exchange.complete:  # goes out with the end of the body, in one write
+                    last = looked_at(data)
+                    break
                 deliver(data)
             if unsent:
                 await send({"type": "http.response.body", "body": b"".join(unsent), "more_body": True})
@@ -506,7 +509,7 @@ class Inference:
                 if connection is not None:
                     connection.chunk_writer()
         scan_usage(carry, relay.usage)
-        await send({"type": "http.response.body", "body": carry})
+        await send({"type": "http.response.body", "body": last + carry})
 
     def _whole_events(self, relay: Relay, data: bytes) -> tuple[bytes, bytes]:
         """Read the usage in the complete events of `data`; returns what to pass on now and the event that has come in part.
@@ -520,9 +523,14 @@ class Inference:
             return (data, b"") if len(data) > _EVENT_LIMIT else (b"", data)
         complete, rest = data[:end], data[end:]
         scan_usage(complete, relay.usage)
-        if relay.hide_usage and b'"usage"' in complete:
-            kept = [event for event in _AFTER_EVENT.split(complete) if event and not _is_usage_only(event)]
-            complete = b"".join(kept)
+        if relay.hide_usage:
+            at = complete.find(b'"usage"')
+            while at >= 0:
+                start, end = _event_around(complete, at)
+                if _is_usage_only(complete[start:end]):
+                    complete = complete[:start] + complete[end:]
+                    end = start
+                at = complete.find(b'"usage"', end)
         return complete, rest
 
     async def _start_stream(self, relay: Relay, decision: Decision, exchange: Exchange | None) -> None:
@@ -665,10 +673,23 @@ async def _watch(receive: Any, relay: Relay) -> None:
     relay.client_left()
 
 
-def _end_of_events(data: bytes) -> int:
-    """Where the last complete event in `data` ends; 0 where there is none."""
-    lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    for name, value in headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False
+
+
+def _end_of_events(data: bytes, before: int | None = None) -> int:
+    """Where the last complete event in `data[:before]` ends; 0 where there is none."""
+    lf, crlf = data.rfind(b"\n\n", 0, before), data.rfind(b"\r\n\r\n", 0, before)
     return max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
+
+
+def _event_around(data: bytes, at: int) -> tuple[int, int]:
+    """Where the event that holds the byte at `at` begins and ends; `data` is complete events."""
+    lf, crlf = data.find(b"\n\n", at), data.find(b"\r\n\r\n", at)
+    return _end_of_events(data, at), min(lf + 2 if lf >= 0 else len(data), crlf + 4 if crlf >= 0 else len(data))
 
 
 def _content_begun(dialect: Dialect, data: bytes) -> bool:
