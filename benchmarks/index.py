@@ -2,6 +2,8 @@
 
 Every match is timed next to a plain dictionary walk of the same chain, in the same loop, so that noise hits both. "cold" is the
 first match of a chain after other work on a full index, as a gateway sees it; "match" repeats it at once, caches warm.
+
+With `--backend redis` the memory index, the Redis index and one that costs a command a block stand beside each other.
 """
 
 from __future__ import annotations
@@ -158,12 +160,24 @@ def feeding(rng: random.Random, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--background", type=int, default=500_000, metavar="BLOCKS", help="other blocks in the index (default %(default)s)")
+    parser.add_argument("--backend", choices=["memory", "redis"], default="memory", help="default %(default)s")
+    parser.add_argument(
+        "--background", type=int, default=500_000, metavar="BLOCKS", help="other blocks in the memory index (default %(default)s)"
+    )
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks for the store rate and the memory (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of each measurement (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     options = parser.parse_args()
+
+    if options.backend == "redis":
+        from index_redis import compare, table  # it needs redis-server and the extra "redis"
+
+        result = compare(options.blocks, options.rounds, options.seed)
+        print(table(result))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+        return
 
     rng = random.Random(options.seed)
     rows = match_rows(rng, options.background, options.rounds)

@@ -10,15 +10,31 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
+import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
 
 from gateway.config import POLICY_NAMES, Config
 from gateway.dialects import DIALECTS
 from gateway.fleet import Fleet
 from gateway.inference import Inference
-from gateway.metrics import Metrics
+from gateway.metrics import Gauge, Metrics, exposition, merge_by_worker, merge_gauges, merge_load
+from gateway.siblings import Question, Siblings
+from routing.trust import LEVELS
+
+
+def _exposition(reports: list[dict[str, Any]], silent: int) -> bytes:
+    total = Metrics()
+    for report in reports:
+        total.add(report["counts"])
+    answered = [report["gauges"] for report in reports if "gauges" in report]
+    processes: list[Gauge] = [
+        ("processes", "Gateway processes behind this port whose numbers these are", {"": float(len(answered))}),
+        ("processes_silent", "Those that did not answer; their counters are as of their last answer", {"": float(silent)}),
+    ]
+    return exposition(total, [*processes, *merge_gauges(answered)])
 
 
 class PolicyBody(BaseModel):
@@ -26,13 +42,16 @@ class PolicyBody(BaseModel):
 
 
 class Gateway:
-    """ASGI entry. Requests to inference routes never touch FastAPI."""
+    """ASGI entry. Requests to inference routes never touch FastAPI.
 
-    def __init__(self, config: Config):
+    With `siblings` it is one of several processes behind one port: metrics and admin routes, which reach any of them, speak for all.
+    """
+
+    def __init__(self, config: Config, siblings: Siblings | None = None):
         self.config = config
+        self.siblings = siblings
         self.fleet = Fleet(config)
         self.metrics = Metrics()
-        self.metrics.gauges = self.fleet.gauges
         self.inference = Inference(config, self.fleet, self.metrics)
         self.api = self._build_api()
 
@@ -43,17 +62,21 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        if self.siblings is not None:
+            await self._join(self.siblings)
         await self.fleet.start()
         self.inference.start()
         try:
             yield
         finally:
+            if self.siblings is not None:
+                await self.siblings.stop()
             await self.inference.stop()
             await self.fleet.stop()
 
     def _build_api(self) -> FastAPI:
         api = FastAPI(title="warmroute", description="Routes LLM requests to the worker whose KV cache is warm.", lifespan=self._lifespan)
-        fleet, metrics = self.fleet, self.metrics
+        fleet = self.fleet
 
         @api.get("/v1/models", summary="Models that can be used now")
         def models(request: Request) -> dict[str, Any]:
@@ -79,14 +102,16 @@ class Gateway:
         def health() -> dict[str, str]:
             return {"status": "ok"}
 
-        @api.get("/ready", summary="At least one worker takes requests")
+        @api.get("/ready", summary="At least one worker takes requests (as the process that answers sees it)")
         def ready() -> Response:
             up = {worker_id: worker.up for worker_id, worker in fleet.router.workers.items()}
             return JSONResponse({"ready": fleet.ready, "workers": up}, 200 if fleet.ready else 503)
 
         @api.get("/metrics", summary="Prometheus metrics")
-        def prometheus() -> Response:
-            return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        async def prometheus() -> Response:
+            # the report is a copy, so that a thread can make text of it while requests go on
+            text = await run_in_threadpool(_exposition, *await self._reports())
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
         @api.get("/", response_class=HTMLResponse, include_in_schema=False)
         def dashboard() -> str:
@@ -95,27 +120,26 @@ class Gateway:
         admin = [Depends(self._require_admin)]
 
         @api.get("/admin/workers", dependencies=admin, summary="Every worker's state as the router sees it")
-        def workers() -> dict[str, Any]:
-            load = fleet.router.load()
+        async def workers() -> dict[str, Any]:
+            reports, _ = await self._reports()
+            load = merge_load([report["load"] for report in reports if "load" in report])
+            trust = merge_by_worker("worker_trust", [report["trust"] for report in reports if "trust" in report])
             return {
                 worker_id: {
-                    "url": endpoint.url, "models": endpoint.models, "cache_known_by": fleet.router.workers[worker_id].trust.level,
-                    **load[worker_id],
+                    "url": endpoint.url, "models": endpoint.models, "cache_known_by": LEVELS[int(trust[worker_id])], **load[worker_id],
                 }
                 for worker_id, endpoint in fleet.endpoints.items()
-            }
+            }  # fmt: skip
 
         @api.get("/admin/state", dependencies=admin, summary="What the gateway holds open: for tests and for people who look for leaks")
-        def state() -> dict[str, Any]:
-            pools = set(fleet.pools.values())  # the ranks behind one URL share theirs
+        async def state() -> dict[str, Any]:
+            reports, silent = await self._reports()
+            held = [report["held"] for report in reports if "held" in report]
             return {
                 "policy": fleet.router.policy.name,
-                "sessions": len(fleet.router.sessions),
-                "index_blocks": len(fleet.router.index),
-                "reservations": sum(worker.in_flight for worker in fleet.router.workers.values()),
-                "upstream_active": sum(pool.active_connections for pool in pools),
-                "upstream_open": sum(pool.open_connections for pool in pools),
-                "known_prefix_bytes": self.inference.reader.kept_bytes,
+                **{name: sum(each[name] for each in held) for name in held[0]},
+                "processes": len(held),
+                "processes_silent": silent,
             }
 
         @api.get("/admin/policy", dependencies=admin, summary="The routing policy in use")
@@ -123,11 +147,74 @@ class Gateway:
             return {"policy": fleet.router.policy.name}
 
         @api.put("/admin/policy", dependencies=admin, summary="Switch the routing policy; what was learned of caches and sessions is reset")
-        def use_policy(body: PolicyBody) -> dict[str, str]:
+        async def use_policy(body: PolicyBody) -> dict[str, str]:
             fleet.router.use_policy(body.policy)
+            if fleet.sharing is not None:
+                fleet.sharing.share_policy(body.policy)
+            if self.siblings is not None:  # asked directly, too: they take it now, and while Redis is away
+                self.siblings.keep("policy", body.policy.encode())  # first: one that starts now reads it there
+                answers = await self.siblings.ask({"policy": body.policy})
+                if deaf := sum(answer is None for answer in answers.values()):
+                    raise HTTPException(503, f"{deaf} of {self.siblings.count} processes did not answer and may keep theirs; try again")
             return {"policy": fleet.router.policy.name}
 
         return api
+
+    # --- one of several processes ---
+
+    async def _join(self, siblings: Siblings) -> None:
+        """Take over what the process before this one counted, and the policy that was set since the start (Redis may know a later one)."""
+        await siblings.start(self._answer)
+        if kept := siblings.recall(f"counts.{siblings.number}"):
+            self.metrics.add(orjson.loads(kept))
+        if policy := siblings.recall("policy"):
+            self.fleet.router.use_policy(policy.decode())
+
+    def _answer(self, question: Question) -> dict[str, Any]:
+        if policy := question.get("policy"):
+            self.fleet.router.use_policy(policy)
+            return {"policy": policy}
+        return self._report()
+
+    def _report(self) -> dict[str, Any]:
+        """What this process counted and holds. The counts are also kept, so that no sum of them falls when it dies."""
+        fleet = self.fleet
+        counts = self.metrics.report()
+        if self.siblings is not None:
+            self.siblings.keep(f"counts.{self.siblings.number}", orjson.dumps(counts))
+        pools = set(fleet.pools.values())  # the ranks behind one URL share theirs
+        return {
+            "counts": counts,
+            "gauges": list(fleet.gauges()),
+            "load": fleet.router.load(),
+            "trust": {worker_id: LEVELS.index(worker.trust.level) for worker_id, worker in fleet.router.workers.items()},
+            "held": {
+                "sessions": len(fleet.router.sessions),
+                "index_blocks": len(fleet.router.index),
+                "reservations": sum(worker.in_flight for worker in fleet.router.workers.values()),
+                "upstream_active": sum(pool.active_connections for pool in pools),
+                "upstream_open": sum(pool.open_connections for pool in pools),
+                "known_prefix_bytes": self.inference.reader.kept_bytes,
+            },
+        }
+
+    async def _reports(self) -> tuple[list[dict[str, Any]], int]:
+        """This process's report and the others', and how many did not answer: of those there are only the counts they last gave."""
+        reports = [self._report()]
+        silent = 0
+        siblings = self.siblings
+        if siblings is not None:
+            answers = await siblings.ask({})
+            for number in range(siblings.count):
+                if number == siblings.number:
+                    continue
+                if report := answers.get(number):
+                    reports.append(report)
+                else:
+                    silent += 1
+                    if kept := siblings.recall(f"counts.{number}"):
+                        reports.append({"counts": orjson.loads(kept)})
+        return reports, silent
 
     def _require_admin(self, request: Request) -> None:
         """The admin token where one is configured; without one, clients on this machine only."""

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import uvloop
 
+from gateway.agentcli import agent_command
 from gateway.config import Config, ConfigError, load
 from gateway.doctor import doctor_command
 from kvindex.tokenizer import TokenizerError
@@ -24,6 +25,8 @@ Examples:
       two workers, everything else discovered from them
   warmroute serve --config warmroute.yaml
       models, aliases, engine profiles and limits from a file (see `warmroute check-config`)
+  WARMROUTE_INDEX__BACKEND=redis warmroute serve --config warmroute.yaml --processes 4
+      four processes behind one port; they share what they know through Redis (index.redis.url)
   WARMROUTE_LISTEN__PORT=9000 warmroute serve --config warmroute.yaml
       the environment overrides the file
 
@@ -45,35 +48,60 @@ def main() -> None:
 @click.option("--host", help="Address to bind.  [default: 127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to bind; 0 takes a free one.  [default: 8000]")
 @click.option("--policy", type=click.Choice(["warm", "round-robin", "random", "least-loaded", "session-affinity"]), help="Routing policy.")
+@click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True, help="Gateway processes behind the port.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
 def serve(
-    config_path: Path | None, workers: str | None, host: str | None, port: int | None, policy: str | None, log_level: str
+    config_path: Path | None, workers: str | None, host: str | None, port: int | None, policy: str | None, processes: int, log_level: str
 ) -> None:
     """Start the gateway."""
     config = _config_or_exit(config_path)
     config = _with_flags(config, workers, host, port, policy)
-    if not config.workers:
+    if not config.workers and not config.registry.enabled:
         raise click.UsageError("no workers: give --workers URL[,URL...], or a --config file with a 'workers' list")
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if processes > 1:
+        _require_shared_index(config, processes)
+    process = "" if processes == 1 else " [%(process)d]"
+    logging.basicConfig(level=log_level.upper(), format=f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from gateway.app import Gateway
     from gateway.server import Server
 
     def started(url: str) -> None:
-        logging.getLogger("warmroute").info("listening on %s with %d workers, policy %s", url, len(config.workers), config.policy)
+        listening = f"listening on {url} with {len(config.workers)} workers, policy {config.policy}"
+        logging.getLogger("warmroute").info(listening + (f", {processes} processes" if processes > 1 else ""))
+        if processes > 1:  # this one only looks after the others
+            return
         # what exists now lives as long as the process: keep the collector from walking it over and over
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
 
+    if processes > 1:
+        from gateway.processes import Processes
+
+        try:
+            parent = Processes(config, processes, on_started=started)
+        except OSError as error:
+            raise click.ClickException(f"cannot listen on {config.listen.host}:{config.listen.port}: {error.strerror or error}") from None
+        sys.exit(parent.run())
     try:
         gateway = Gateway(config)
-    except TokenizerError as error:
+    except (TokenizerError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     server = Server(gateway, config.listen, on_started=started)
     uvloop.run(server.serve())
     if not server.started:
         sys.exit(3)
+
+
+def _require_shared_index(config: Config, processes: int) -> None:
+    if config.index.backend != "redis":
+        raise click.UsageError(
+            f"--processes {processes} needs an index that the processes share, or each would know only its own part of the traffic: "
+            "set index.backend to redis and index.redis.url to a Redis server (WARMROUTE_INDEX__BACKEND=redis in the environment)"
+        )
+    if sys.platform != "linux":
+        raise click.UsageError(f"--processes {processes} needs Linux, which spreads connections over several sockets of one port")
 
 
 @main.command("check-config")
@@ -90,9 +118,10 @@ main.add_command(doctor_command)
 
 @main.group()
 def worker() -> None:
-    """Workers: start a real engine, or a simulated one."""
+    """Workers: start a real engine, or a simulated one, and register it with the gateways."""
 
 
+worker.add_command(agent_command, "agent")
 worker.add_command(launch_command, "launch")
 worker.add_command(sim_command, "sim")
 

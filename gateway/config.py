@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from gateway.allowed_urls import AllowedURLs
 from workers.latency import LATENCY_MODELS, LatencyModel
 from workers.profile import Speculation, WorkerProfile
 
@@ -128,6 +129,10 @@ class WorkerConfig(WorkerProfile):
         """The engine configuration alone."""
         return WorkerProfile(**{name: getattr(self, name) for name in WorkerProfile.model_fields})
 
+    def stated_profile(self) -> WorkerProfile:
+        """The same with only those fields set that were given."""
+        return WorkerProfile(**{name: getattr(self, name) for name in self.model_fields_set & WorkerProfile.model_fields.keys()})
+
 
 class RedisConfig(Strict):
     """The Redis or Valkey (7.0 or later) through which gateways share the index, load and sessions."""
@@ -189,6 +194,31 @@ class Admin(Strict):
     token_env: str | None = Field(None, description="environment variable with the admin token; without it, loopback clients only")
 
 
+class RegistryConfig(Strict):
+    """Workers that register themselves through Redis (`warmroute worker agent`)."""
+
+    enabled: bool = Field(False, description="whether this gateway takes them in")
+    secret_env: str = Field(
+        "WARMROUTE_REGISTRY_SECRET", description="environment variable with the secret that signs entries; the same for agents and gateways"
+    )
+    allow: list[str] = Field(
+        default_factory=list, description="where they may be: networks (10.0.0.0/8), hosts (gpu1) and domains (.gpu.internal)"
+    )
+    api_key_env: str | None = Field(None, description="environment variable with the API key that all of them get")
+
+    @field_validator("allow")
+    @classmethod
+    def _can_be_read(cls, allow: list[str]) -> list[str]:
+        AllowedURLs(allow)
+        return allow
+
+    @model_validator(mode="after")
+    def _says_where(self) -> RegistryConfig:
+        if self.enabled and not self.allow:
+            raise ValueError("needs 'allow': the networks and domains that workers may be in, e.g. [10.0.0.0/8, .gpu.internal]")
+        return self
+
+
 class Config(BaseSettings):
     """The whole configuration."""
 
@@ -202,6 +232,7 @@ class Config(BaseSettings):
     policy: POLICY_NAMES = Field("warm", description="routing policy")
     tiers: dict[TierName, Tier] = Field(default_factory=_default_tiers)
     admin: Admin = Field(default_factory=Admin)
+    registry: RegistryConfig = Field(default_factory=RegistryConfig)
     strip_volatile_prefix: bool = Field(True, description="cut lines that change with every request (x-anthropic-billing-header)")
 
     @classmethod
@@ -223,6 +254,8 @@ class Config(BaseSettings):
                 if seen.get(key, worker.url) != worker.url or (key == worker.url and key in seen):
                     raise ValueError(f"two workers are called {key!r}; give each its own url and name")
                 seen[key] = worker.url
+        if self.registry.enabled and self.index.backend != "redis":
+            raise ValueError("registry.enabled needs index.backend redis: workers register there")
         names: dict[str, str] = {}
         for model in self.models:
             for name in (model.name, *model.aliases):
@@ -309,7 +342,7 @@ def _known_keys(location: list[Any]) -> list[str]:
             continue
         model = {
             "listen": Listen, "upstream": Upstream, "models": ModelConfig, "workers": WorkerConfig, "index": IndexConfig,
-            "redis": RedisConfig, "tiers": Tier, "admin": Admin, "latency": LatencyModel, "kv_events": KVEvents,
+            "redis": RedisConfig, "tiers": Tier, "admin": Admin, "registry": RegistryConfig, "latency": LatencyModel, "kv_events": KVEvents,
             "speculation": Speculation,
         }.get(part, model)  # fmt: skip
     return list(model.model_fields)

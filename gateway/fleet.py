@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import Config, KVEvents, WorkerConfig
 from gateway.upstream import Pool
+from kvindex.index import KVIndex
 from kvindex.memory import MemoryIndex
 from kvindex.routing_memory import RoutingMemory
 from routing.fleet import Worker
@@ -21,14 +22,17 @@ from workers.kv_sources import KVEventSource, reachable
 from workers.monitor import Endpoint, Monitor
 from workers.profile import WorkerProfile
 
-if TYPE_CHECKING:  # these need the extra `exact`
+if TYPE_CHECKING:  # these need the extras `exact` and `redis`
     from gateway.cache_feed import CacheFeed
+    from gateway.registry import Registry
+    from gateway.sharing import Sharing
     from gateway.token_mode import TokenMode
 
 logger = logging.getLogger("warmroute.fleet")
 
 TEXT_BYTES_PER_TOKEN = 4
 LEAST_BLOCK_TOKENS = 16  # smaller blocks of an engine are indexed several at a time
+FOLLOW_S = 1.0  # of several gateways, which one follows a worker's events is looked at this often
 CATCH_UP_S = 30.0  # how long a worker that comes up is held back while its KV events are replayed
 
 
@@ -44,10 +48,18 @@ class Fleet:
     def __init__(self, config: Config):
         self.config = config
         block_bytes = config.index.block_tokens * TEXT_BYTES_PER_TOKEN
-        self.index = MemoryIndex()
+        self.index: KVIndex = MemoryIndex()
+        self.sharing: Sharing | None = None
+        if config.index.backend == "redis":
+            from gateway.sharing import Sharing
+
+            self.sharing = Sharing(config.index, self.index)
+            self.index = self.sharing.index
         memory = RoutingMemory(self.index, ttl_s=config.index.ttl_s)
         sessions = SessionTable(ttl_s=config.index.session_ttl_s)
         self.router = Router(self.index, memory, block_units=block_bytes, policy=config.policy, sessions=sessions)
+        if self.sharing is not None:
+            self.sharing.attach(self.router)
         self.aliases = {alias: model.name for model in config.models for alias in model.aliases}
         self.models = {model.name: model for model in config.models}
         self.token_modes: dict[str, TokenMode] = {}  # model -> how its prompts become tokens
@@ -58,7 +70,10 @@ class Fleet:
         self._watched: list[Endpoint] = []
         self._workers_of: dict[str, list[str]] = {}  # endpoint -> workers
         self._headers: dict[str, bytes] = {}  # worker -> request headers that only it gets
+        self._sources_of: dict[str, KVEventSource] = {}  # worker -> its publisher of events
         self._event_config = {worker.id: worker.kv_events for worker in config.workers}
+        self._ranks: dict[str, int] = {}  # endpoint -> data-parallel ranks, where its agent tells them
+        self._left: set[str] = set()  # endpoints that get no new requests, however healthy
         self._tasks: set[asyncio.Future[Any]] = set()
         for model in config.models:
             if model.tokenizer is not None:
@@ -66,20 +81,25 @@ class Fleet:
 
                 self.token_modes[model.name] = token_mode(model)
         for worker in config.workers:
-            self._add(worker)
+            self._watched.append(self._add(worker))
         upstream = config.upstream
         self.monitor = Monitor(
             self._watched, self._changed,
             interval_s=upstream.probe_interval_s, timeout_s=upstream.probe_timeout_s, failures=upstream.probe_failures,
         )  # fmt: skip
+        self.registry: Registry | None = None
+        if config.registry.enabled:
+            from gateway.registry import Registry
 
-    def _add(self, worker: WorkerConfig) -> None:
+            self.registry = Registry(config, self)
+
+    def _add(self, worker: WorkerConfig) -> Endpoint:
         key = os.environ.get(worker.api_key_env or "")
         stated = frozenset(worker.model_fields_set & WorkerProfile.model_fields.keys())
         endpoint = Endpoint(worker.id, worker.url, worker.profile(), api_key=key, stated=stated)
-        self._watched.append(endpoint)
         models = [worker.model] if worker.model else []
         self._place(endpoint, [worker.id], models)
+        return endpoint
 
     def _place(self, endpoint: Endpoint, worker_ids: list[str], models: list[str]) -> None:
         """Let the router know an endpoint by these workers, one per rank; those it had before go."""
@@ -107,7 +127,7 @@ class Fleet:
     def _forget(self, worker_id: str) -> None:
         self.router.remove_worker(worker_id)
         self.router.events.pop(worker_id, None)
-        for by_worker in (self.endpoints, self.pools, self._headers):
+        for by_worker in (self.endpoints, self.pools, self._headers, self._sources_of):
             by_worker.pop(worker_id, None)
         if (feed := self.feeds.pop(worker_id, None)) is not None:
             self._in_background(feed.stop())
@@ -121,23 +141,98 @@ class Fleet:
         return next((self.pools[w] for w, e in self.endpoints.items() if e is endpoint and w in self.pools), None)
 
     async def start(self) -> None:
-        upstream = self.config.upstream
         for worker_id, endpoint in self.endpoints.items():
-            pool = Pool(endpoint.url, connect_timeout_s=upstream.connect_timeout_s, idle_s=upstream.idle_s)
-            self.pools[worker_id] = pool
-            endpoint.heard = lambda pool=pool: pool.heard_at  # type: ignore[misc]
+            self._open_pool(worker_id, endpoint)
+        if self.sharing is not None:
+            await self.sharing.connect()
+        if self.registry is not None:
+            await self.registry.start()
         await self.monitor.start()
+        if self.registry is not None:
+            self._in_background(self.registry.follow())
+        if self.sharing is not None:
+            blocks = sum(self.router.memory.capacity_blocks(worker_id) for worker_id in self.router.workers)
+            await self.sharing.start(max(1 if self.registry is None else self.registry.least_blocks, blocks))
+            self._in_background(self._keep_following())
+
+    def _open_pool(self, worker_id: str, endpoint: Endpoint) -> None:
+        upstream = self.config.upstream
+        pool = Pool(endpoint.url, connect_timeout_s=upstream.connect_timeout_s, idle_s=upstream.idle_s)
+        self.pools[worker_id] = pool
+        endpoint.heard = lambda: pool.heard_at
 
     async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self.registry is not None:
+            await self.registry.stop()
         await self.monitor.stop()
         for feed in self.feeds.values():
             await feed.stop()
         for pool in self.pools.values():
             pool.close()
+        if self.sharing is not None:
+            await self.sharing.stop()
+
+    # --- workers that come and go while the gateway runs ---
+
+    def join(self, worker: WorkerConfig, models: list[str], ranks: int) -> None:
+        """Add a worker: it takes requests once a probe has found it healthy. Its KV events, if any, are followed elsewhere."""
+        self._event_config[worker.id] = "off"
+        self._ranks[worker.id] = ranks
+        endpoint = self._add(worker)
+        endpoint.models = models
+        self._open_pool(worker.id, endpoint)
+        self._place(endpoint, _rank_names(worker.id, ranks), models)
+        self.monitor.add(endpoint)
+
+    def leave(self, endpoint_id: str) -> None:
+        """Take a worker out at once: it gets no new requests, and those in flight go on. What is known of its cache stays."""
+        self._left.add(endpoint_id)
+        for worker in self.workers_of(endpoint_id):
+            self.router.set_up(worker, False)
+
+    def come_back(self, endpoint_id: str) -> None:
+        """Undo `leave`."""
+        self._left.discard(endpoint_id)
+        for worker in self.workers_of(endpoint_id):
+            self.router.set_up(worker, self.endpoints[worker.id].up)
+
+    def reconfigure(self, endpoint_id: str, models: list[str], profile: WorkerProfile) -> None:
+        """Take over what is newly known of a worker."""
+        names = self._workers_of[endpoint_id]
+        endpoint = self.endpoints[names[0]]
+        endpoint.models, endpoint.profile = models, profile
+        self._place(endpoint, names, models)
+
+    def remove(self, endpoint_id: str) -> None:
+        """Forget a worker altogether. Its requests in flight go on, if there are any."""
+        self.leave(endpoint_id)
+        self._left.discard(endpoint_id)
+        names = self._workers_of.pop(endpoint_id)
+        self.monitor.remove(self.endpoints[names[0]])
+        self._in_background(_close_when_idle(self.pools[names[0]]))
+        for worker_id in names:
+            self._forget(worker_id)
+            self.index.clear(f"kv:{worker_id}")  # what was expected of events that are followed elsewhere
+        del self._event_config[endpoint_id], self._ranks[endpoint_id]
+
+    def workers_of(self, endpoint_id: str) -> list[Worker]:
+        """The workers at an endpoint, by data-parallel rank; none for one that is not known."""
+        return [self.router.workers[worker_id] for worker_id in self._workers_of.get(endpoint_id, ())]
+
+    def report_load(self, endpoint_id: str, running: float, waiting: float, kv_use: float) -> None:
+        """What a worker's agent read from its engine."""
+        endpoint = self.endpoints[self._workers_of[endpoint_id][0]]
+        endpoint.running, endpoint.waiting, endpoint.kv_use = running, waiting, kv_use
+        self._changed(endpoint, "load")
 
     # --- what the monitor tells ---
 
     def _changed(self, endpoint: Endpoint, what: str) -> Coroutine[Any, Any, None] | None:
+        names = self._workers_of.get(endpoint.id)
+        if not names or self.endpoints[names[0]] is not endpoint:  # a probe that was under way when it was removed
+            return None
         if what == "up":
             return self._came_up(endpoint)
         if what == "discovered":
@@ -159,9 +254,8 @@ class Fleet:
         configured = [model for model in endpoint.models if model in self.models and model in self.token_modes]
         for number, model in enumerate(configured):
             self._use_tokens(model, endpoint, endpoint.loras if not number else ())
-        ranks = len(self._sources(endpoint))
-        names = [endpoint.id] if ranks < 2 else [f"{endpoint.id}#{rank}" for rank in range(ranks)]
-        self._place(endpoint, names, endpoint.models)
+        ranks = self._ranks.get(endpoint.id) or len(self._sources(endpoint))
+        self._place(endpoint, _rank_names(endpoint.id, ranks), endpoint.models)
 
     def _use_tokens(self, base: str, endpoint: Endpoint, loras: Iterable[str]) -> None:
         """Token mode for a model of this endpoint and its adapters; the first worker's block decides the index block."""
@@ -192,32 +286,58 @@ class Fleet:
         workers = [self.router.workers[worker_id] for worker_id in self._workers_of[endpoint.id]]
         if not sources:
             for worker in workers:
-                await self._unfollow(worker)
+                self._sources_of.pop(worker.id, None)
+                await self._unfollow(worker, "it publishes no KV events any more")
         elif len(sources) == len(workers):
+            self._sources_of |= {worker.id: source for worker, source in zip(workers, sources, strict=True)}
+            mine = await self._mine()
             try:
                 async with asyncio.timeout(CATCH_UP_S):
-                    await asyncio.gather(*(self._follow(worker, source) for worker, source in zip(workers, sources, strict=True)))
+                    await asyncio.gather(*(self._follow(worker, self._sources_of[worker.id]) for worker in workers if worker.id in mine))
             except TimeoutError:
                 logger.warning("worker %s: the replay of its KV events took longer than %g s; it is used without", endpoint.id, CATCH_UP_S)
             except OSError as error:  # what ZMQ cannot connect to; never a reason to do without the worker
                 logger.warning("worker %s: its KV events cannot be followed: %s", endpoint.id, error)
-        if endpoint.up:  # it may have gone away in the meantime
+        if endpoint.up and endpoint.id not in self._left:  # it may have gone away in the meantime
             for worker in workers:
                 self.router.set_up(worker, True)
 
-    async def _unfollow(self, worker: Worker) -> None:
-        """The engine behind this worker publishes no events, or others than before."""
+    async def _mine(self) -> set[str]:
+        """The workers whose events this gateway has to follow: all, but for those that another gateway of the pool follows."""
+        if self.sharing is None:
+            return set(self._sources_of)
+        return await self.sharing.follow(self._sources_of)
+
+    async def _keep_following(self) -> None:
+        """Follow what another gateway has left, and leave what another one has taken over."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            try:
+                mine = await self._mine()
+                for worker_id, source in list(self._sources_of.items()):
+                    worker = self.router.workers.get(worker_id)
+                    if worker is None:
+                        continue
+                    if worker_id not in mine:
+                        await self._unfollow(worker, "another gateway follows its KV events")
+                    elif worker_id not in self.feeds and self.endpoints[worker_id].up:
+                        await self._follow(worker, source)
+            except Exception:  # never the end of it
+                logger.exception("following the workers' KV events failed")
+
+    async def _unfollow(self, worker: Worker, why: str) -> None:
+        """The events of this worker are no longer to be followed here."""
         feed = self.feeds.pop(worker.id, None)
         if feed is not None:
             del self.router.events[worker.id]
             await feed.stop()
-            worker.trust.events_detached("it publishes no KV events any more")
+            worker.trust.events_detached(why)
 
     async def _follow(self, worker: Worker, source: KVEventSource) -> None:
         endpoint = self.endpoints[worker.id]
         feed = self.feeds.get(worker.id)
         if feed is not None and feed.source != source:  # restarted with other ports
-            await self._unfollow(worker)
+            await self._unfollow(worker, "it publishes its KV events elsewhere now")
             feed = None
         if feed is None:
             block_tokens = next((self.router.token_blocks[m] for m in endpoint.models if m in self.router.token_blocks), None)
@@ -317,6 +437,22 @@ class Fleet:
         yield "worker_event_gaps", "Gaps seen in its KV events", gaps
         yield "worker_event_orphans", "Blocks reported on a parent that is not known", orphans
         yield "worker_engine_kv_use", "KV cache use, as the engine reports", {w.id: w.scraped_kv_use for w in workers}
+        if self.sharing is not None:
+            yield from self.sharing.gauges()
+
+
+def _rank_names(endpoint_id: str, ranks: int) -> list[str]:
+    """The workers at an endpoint."""
+    return [endpoint_id] if ranks < 2 else [f"{endpoint_id}#{rank}" for rank in range(ranks)]
+
+
+async def _close_when_idle(pool: Pool) -> None:
+    """Close a pool that is no longer used, once the last answer over it has ended (or the gateway ends)."""
+    try:
+        while pool.active_connections:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+    finally:
+        pool.close()
 
 
 def worker_from_url(url: str) -> WorkerConfig:

@@ -25,6 +25,7 @@ from gateway.metrics import Histogram, Metrics
 from gateway.session_key import session_key
 from gateway.upstream import Exchange, Interrupted, Splice, UpstreamError
 from routing.fleet import Worker
+from routing.responses import Responses
 from routing.router import Decision, NoWorker, RouteRequest
 
 logger = logging.getLogger("warmroute.inference")
@@ -47,6 +48,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _EMPTY_CONTENT = re.compile(rb'"content"\s*:\s*(?:""|null)|"choices"\s*:\s*\[\s*\]|"delta"\s*:\s*\{\s*"role"\s*:\s*"\w+"\s*\}')
 _CHAT_CONTENT = re.compile(rb'"(?:tool_calls|reasoning|reasoning_content|error)"\s*:\s*[^n\s]|"finish_reason"\s*:\s*"')
 _RESPONSES_CONTENT = re.compile(rb'"type"\s*:\s*"(?:response\.(?!created|queued|in_progress)|error)')
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -130,6 +132,8 @@ class Inference:
         self.config = config
         self.fleet = fleet
         self.router = fleet.router
+        self.sharing = fleet.sharing
+        self.responses = Responses()
         self.metrics = metrics
         self.reader = BodyReader(fleet.router.block_units, int(config.index.prefix_memory_mb * (1 << 20)))
         self.max_body = int(config.listen.max_body_mb * (1 << 20))
@@ -277,6 +281,9 @@ class Inference:
         else:
             chain = (parsed or self.reader.read(dialect, body)).chain
         request.hashes, request.length = chain.hashes, chain.length
+        if isinstance(previous := fields.get("previous_response_id"), str):
+            request.pinned = await self._worker_of(previous)
+        known = await self.sharing.ask(request) if self.sharing is not None else None
         body = sent
         path = scope["path"].encode()
         if query := scope["query_string"]:
@@ -294,7 +301,7 @@ class Inference:
             if relay.gone:
                 raise Interrupted("client")
             try:
-                decision = self.router.decide(request, clock(), tried)
+                decision = self.router.decide(request, clock(), tried, known)
             except NoWorker as none:
                 if not tried:
                     raise self._no_worker(none, model) from None
@@ -303,6 +310,8 @@ class Inference:
                 self.metrics.retries["worker_error" if error else "worker_lost"] = (
                     self.metrics.retries.get("worker_error" if error else "worker_lost", 0) + 1
                 )
+            if self.sharing is not None:
+                self.sharing.placed(decision)
             worker = decision.worker
             series = self.metrics.of(served, relay.tier, worker.id)
             reason = (decision.policy, decision.reason)
@@ -340,6 +349,8 @@ class Inference:
                     return
             finally:
                 decision.reservation.release(clock())
+                if self.sharing is not None:
+                    self.sharing.changed()
                 if relay.status != 200:
                     self.router.failed(decision)
             tried.append(worker)
@@ -349,6 +360,21 @@ class Inference:
         if not relay.started:
             logger.warning("request %s failed: %s", relay.request_id.decode(), trouble)
         raise _Failed(502, f"no worker could answer: {trouble}", "upstream_failed", retry_after_s=1.0)
+
+    async def _worker_of(self, response_id: str) -> str | None:
+        """The worker that keeps a response which a request continues."""
+        worker = self.responses.worker_of(response_id, clock())
+        if worker is None and self.sharing is not None:
+            worker = await self.sharing.worker_of(response_id)
+        return worker
+
+    def _note_response(self, data: bytes, decision: Decision) -> None:
+        """Remember who keeps the response that begins in `data`."""
+        if found := _RESPONSE_ID.search(data, 0, _USAGE_TAIL):
+            response_id = found.group(1).decode()
+            self.responses.placed(response_id, decision.worker.id, clock())
+            if self.sharing is not None:
+                self.sharing.answered(response_id, decision.worker.id)
 
     def _no_worker(self, none: NoWorker, model: str) -> _Failed | BadRequest:
         names = self.fleet.model_names()
@@ -411,6 +437,8 @@ class Inference:
             await self._break_off(relay, decision, f"the worker answered {status}")
             return
         relay.status = status
+        if relay.dialect.name == "responses" and status == 200:
+            self._note_response(data, decision)
         await self._respond(relay, status, self._response_headers(relay, decision, exchange), data)
 
     async def _respond(self, relay: Relay, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
@@ -456,6 +484,10 @@ class Inference:
         now = relay.first_at = relay.last_at = clock()
         relay.output_events = 1
         decision.reservation.first_token(now)
+        if self.sharing is not None:
+            self.sharing.changed()
+        if relay.dialect.name == "responses":
+            self._note_response(held, decision)
         look_for = relay.dialect.usage_mark
         if look_for in held or not held.endswith(b"\n\n"):
             held, carry = self._whole_events(relay, held)

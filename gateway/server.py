@@ -266,6 +266,12 @@ def protocol_class(limits: Listen) -> type[GatewayProtocol]:
     return LimitedProtocol
 
 
+def url_of(listening: Any) -> str:
+    """The URL of a bound TCP socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which also cuts clients that are too slow to send and can tell its port."""
 
@@ -282,11 +288,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self.servers:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self.port = port
+            listening = self.servers[0].sockets[0]
+            self.port = listening.getsockname()[1]
             self._sweeper = asyncio.create_task(self._sweep(), name="slow clients")
             if self._on_started is not None:
-                self._on_started(f"http://{'[' + host + ']' if ':' in host else host}:{port}")
+                self._on_started(url_of(listening))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._sweeper is not None:

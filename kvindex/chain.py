@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
@@ -67,13 +68,23 @@ def _block_cutter(size: int) -> struct.Struct:
     return struct.Struct(f"{size}s")
 
 
+_pool_key = 0  # where every chain of this process starts
+
+
+def use_pool_secret(secret: str) -> None:
+    """Key the hashes of all chains made from now on in this process, so that they tell nothing to who does not know the secret."""
+    global _pool_key
+    _pool_key = int.from_bytes(blake2b(secret.encode(), digest_size=8, person=b"warmroute-chain").digest(), "little")
+    identity_seed.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def identity_seed(model: str, *parts: str) -> int:
     """Seed for the chains of one identity: model and, in a fixed order, whatever else separates caches (LoRA, tenant salt).
 
     Each part is prefixed by its length, so that ("a", "bc") and ("ab", "c") differ.
     """
-    seed = 0
+    seed = _pool_key
     for part in (model, *parts):
         text = part.encode("utf-8", "surrogatepass")
         seed = xxh3_64_intdigest(len(text).to_bytes(8, "little") + text, seed)

@@ -112,6 +112,25 @@ class MemoryIndex:
         self._live ^= bit
         self._given_up |= bit
 
+    def hashes(self) -> list[int]:
+        """All blocks that have an entry, mostly in the order they were stored in."""
+        return list(self._blocks | self._unswept if self._unswept else self._blocks)
+
+    def held(self, hashes: Iterable[int]) -> dict[str, list[int]]:
+        """Worker -> those of the blocks that it holds; workers that hold none are left out."""
+        lacking_of = self._lacking_while_sweeping if self._unswept else self._blocks.__getitem__
+        groups: dict[int, list[int]] = {}
+        for block in hashes:
+            groups.setdefault(lacking_of(block), []).append(block)
+        found: dict[str, list[int]] = {}
+        for lacking, blocks in groups.items():
+            holding = self._live & ~lacking
+            while holding:
+                bit = holding & -holding
+                found.setdefault(self._workers[bit], []).extend(blocks)
+                holding ^= bit
+        return found
+
     def _match_with_holes(self, depths: dict[str, int], searched: int, hashes: Sequence[int], lacking_of: Callable[[int], int]) -> None:
         """Where somebody's blocks have holes: search in groups of workers that hold block `low` and lack block `high`."""
         groups = [(0, len(hashes) - 1, searched)]

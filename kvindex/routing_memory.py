@@ -11,7 +11,7 @@ descendants, and evicting it tail first, as engines do, keeps what is left prefi
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 from kvindex.index import KVIndex
@@ -49,21 +49,37 @@ class RoutingMemory:
         memory = self._workers.get(worker)
         return memory.used if memory else 0
 
-    def record(self, worker: str, session: Hashable, hashes: Sequence[int], now: float) -> None:
+    def holds(self, worker: str, session: Hashable) -> bool:
+        """Whether the session's last chain is held there, all of it or its beginning."""
+        memory = self._workers.get(worker)
+        return memory is not None and session in memory.sessions
+
+    def record(self, worker: str, session: Hashable, hashes: Sequence[int], now: float, computed_elsewhere: int = 0) -> None:
         """The request with this chain went to this worker at `now` (seconds, never decreasing).
 
-        Costs what is new in the chain. Of a chain longer than the capacity only the beginning is kept. Raises KeyError for a worker
-        whose capacity was never set.
+        Costs what is new in the chain. Of a chain longer than the capacity only the beginning is kept. So many leading blocks were
+        there before as others know: those are no longer counted among what others had computed. Raises KeyError for a worker whose
+        capacity was never set.
         """
         memory = self._workers[worker]
         end = min(len(hashes), memory.capacity)
         if not end:
             return
         held = memory.record(session, hashes, end, now)
+        if held < computed_elsewhere and memory.foreign:
+            memory.take_over(computed_elsewhere - held)
         if held < end:
             # The chain itself is the newest and fits: none of its blocks is evicted here.
             self._remove(worker, memory.evict_over_capacity())
             self._index.store(worker, hashes[held:end])
+
+    def others_computed(self, worker: str, blocks: int, now: float) -> None:
+        """Requests that others sent to this worker have filled so many blocks of its cache, which push out what is older."""
+        memory = self._workers.get(worker)
+        if memory is not None and blocks > 0:
+            memory.foreign.append((now, blocks))
+            memory.foreign_blocks += blocks
+            self._remove(worker, memory.evict_over_capacity())
 
     def trim(self, worker: str, session: Hashable, blocks: int) -> None:
         """The worker reported that it held only `blocks` leading blocks of the session's last chain before it ran that request.
@@ -132,6 +148,8 @@ class _WorkerMemory:
         self.configured = capacity
         self.capacity = capacity
         self.used = 0  # blocks in all strands
+        self.foreign: deque[tuple[float, int]] = deque()  # blocks that others had computed, and when; oldest first
+        self.foreign_blocks = 0
         self.sessions: dict[Hashable, _Strand] = {}  # where the session's last chain ends, as long as that is held
         self._by_first: dict[int, _Strand] = {}  # a strand's first block -> the strand
         self._lru: OrderedDict[_Strand, None] = OrderedDict()  # oldest first; a strand is newer than its descendants
@@ -158,10 +176,26 @@ class _WorkerMemory:
     def evict_over_capacity(self) -> list[int]:
         """Evict least recently used strands, only as many blocks as needed; returns the blocks."""
         evicted: list[int] = []
-        while self.used > self.capacity:
-            strand = next(iter(self._lru))
-            evicted += self.evict_tail(strand, min(self.used - self.capacity, len(strand.blocks)))
+        while (over := self.used + self.foreign_blocks - self.capacity) > 0:
+            strand = next(iter(self._lru), None)
+            if self.foreign and (strand is None or self.foreign[0][0] <= strand.used_at):
+                when, blocks = self.foreign.popleft()
+                if blocks > over:
+                    self.foreign.appendleft((when, blocks - over))
+                self.foreign_blocks -= min(blocks, over)
+            else:
+                assert strand is not None
+                evicted += self.evict_tail(strand, min(over, len(strand.blocks)))
         return evicted
+
+    def take_over(self, blocks: int) -> None:
+        """So many of the blocks that others had computed are known now; the newest, since sessions come back soon."""
+        while blocks > 0 and self.foreign:
+            when, newest = self.foreign.pop()
+            if newest > blocks:
+                self.foreign.append((when, newest - blocks))
+            self.foreign_blocks -= min(newest, blocks)
+            blocks -= newest
 
     def evict_tail(self, strand: _Strand, count: int) -> list[int]:
         """Drop the last `count` blocks of a strand without descendants; returns them."""

@@ -19,7 +19,7 @@ from loadgen.inspect import inspect as inspect_trace
 from loadgen.inspect import shape_table
 from loadgen.progress import ProgressView
 from loadgen.readers import Gaps, TraceError, TraceFormat, read_trace
-from loadgen.replay import ReplayError, ReplayOptions, ReplayResult, replay
+from loadgen.replay import ReplayError, ReplayOptions, ReplayResult, Spread, replay
 from loadgen.report import error_lines, result_table
 from loadgen.trace import limit_context, write_trace
 
@@ -140,7 +140,10 @@ def _show_shape(sessions: list[Any], kv_capacity: int | None, json_file: Path | 
 
 @main.command(name="replay", context_settings={"show_default": True})
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--url", default="http://127.0.0.1:8000", help="Root of the server to ask.")
+@click.option(
+    "--url", "urls", multiple=True, default=["http://127.0.0.1:8000"], help="Root of the server to ask; repeatable, for several gateways."
+)
+@click.option("--spread", type=click.Choice(get_args(Spread)), default="request", help="Several gateways: what goes to one at random.")
 @click.option("--model", help="Model to ask for; by default the server's first.")
 @click.option("--policy", help="Routing policies to set at the gateway and play in turn, e.g. warm or warm,random.")
 @click.option("--compare", help="More policies to play after --policy (or after warm), e.g. round-robin.")
@@ -167,7 +170,7 @@ def _show_shape(sessions: list[Any], kv_capacity: int | None, json_file: Path | 
 @json_option
 def replay_command(
     trace: Path,
-    url: str,
+    urls: tuple[str, ...],
     policy: str | None,
     compare: str | None,
     sessions: int,
@@ -193,16 +196,19 @@ def replay_command(
     loadgen replay traces/agentic.jsonl --requests 500
     loadgen replay traces/agentic.jsonl --compare round-robin --duration 60 --time-scale 0.1
     loadgen replay mooncake.jsonl.gz --mode open --speedup 10 --url http://10.0.0.5:8000 --json result.json
+    loadgen replay traces/agentic.jsonl --url http://10.0.0.5:8000 --url http://10.0.0.6:8000 --spread request
     """
     if (same_named["rate"] is not None or same_named["speedup"] != 1.0) and same_named["mode"] != "open":
         raise click.UsageError("--rate and --speedup are for --mode open")
     if api_key_variable is not None and api_key_variable not in os.environ:
         raise click.UsageError(f"--api-key names an environment variable, and {api_key_variable} is not set")
     policies = tuple(dict.fromkeys([*_names(policy or ("warm" if compare else None)), *_names(compare)]))
+    roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
     try:
         options = ReplayOptions(
             trace=read_trace(trace, trace_format, gaps, seed),
-            url=url.rstrip("/").removesuffix("/v1"),
+            url=roots[0],
+            more_urls=tuple(roots[1:]),
             policies=policies,
             live_sessions=sessions,
             duration_s=duration,

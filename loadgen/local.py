@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,17 +27,27 @@ class StartError(RuntimeError):
 class Program:
     """A child process in a process group of its own, so that ending it ends what it started. Its output goes to a file."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """`env` is added to this process's environment."""
         self.name = name
         self.log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
 
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit status, once it has ended. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(timeout_s)
 
     def wait_for(self, pattern: str, count: int = 1, timeout_s: float = 60.0) -> list[str]:
         """The first `count` matches of `pattern` (its one group) in the output. Raises StartError."""

@@ -13,7 +13,7 @@ import random
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -30,6 +30,7 @@ from loadgen.readers import Gaps, read_trace
 from loadgen.trace import Session, limit_context
 
 Mode = Literal["closed", "open"]
+Spread = Literal["request", "session"]
 
 UNSET_POLICY = "current"  # the result's name when the server's policy was left alone
 _LOOP_PROBE_S = 0.05
@@ -47,6 +48,8 @@ class ReplayOptions:
 
     trace: str | Path | list[Session]
     url: str = "http://127.0.0.1:8000"
+    more_urls: tuple[str, ...] = ()  # further gateways before the same workers, which take their share of the load
+    spread: Spread = "request"  # what is sent to one of them, drawn by `seed`: each request, or all of a session and its sub-agents
     model: str | None = None  # asked from /v1/models when absent
     policies: tuple[str, ...] = ()  # each is set at the gateway and played in turn; none: the server stays as it is
     mode: Mode = "closed"
@@ -69,6 +72,10 @@ class ReplayOptions:
     timeout_s: float = 600.0
     seed: int = 0
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.more_urls)
+
 
 @dataclass(slots=True)
 class Progress:
@@ -88,6 +95,8 @@ class Progress:
 @dataclass(slots=True)
 class ReplayResult:
     runs: dict[str, RunResult] = field(default_factory=dict)  # by policy, in the order played
+    gateways: int = 1
+    spread: Spread = "request"
 
     def to_json(self) -> dict[str, Any]:
         return {policy: run.to_json() for policy, run in self.runs.items()}
@@ -110,21 +119,24 @@ async def replay(
     if not sessions:
         raise ReplayError("the trace holds no sessions")
     stop = stop or asyncio.Event()
-    result = ReplayResult()
-    async with _control(options) as control:
-        model = options.model or await control.first_model()
+    result = ReplayResult(gateways=len(options.urls), spread=options.spread)
+    async with AsyncExitStack() as stack:
+        controls = [await stack.enter_async_context(_control(options, url)) for url in options.urls]
+        model = options.model or await controls[0].first_model()
         try:
             for policy in options.policies or (UNSET_POLICY,):
                 if policy != UNSET_POLICY:
-                    await control.set_policy(policy)
+                    for control in controls:
+                        await control.set_policy(policy)
                 run = _Run(options, sessions, model, policy, stop)
                 result.runs[policy] = await run.play(on_progress)
                 if stop.is_set():
                     break
         finally:
             if len(options.policies) > 1:
-                with suppress(ReplayError):  # leaving the server as asked must not cost the results
-                    await control.set_policy(options.policies[0])
+                for control in controls:
+                    with suppress(ReplayError):  # leaving the server as asked must not cost the results
+                        await control.set_policy(options.policies[0])
     return result
 
 
@@ -165,14 +177,14 @@ class _Control:
 
 
 @asynccontextmanager
-async def _control(options: ReplayOptions) -> AsyncIterator[_Control]:
+async def _control(options: ReplayOptions, url: str) -> AsyncIterator[_Control]:
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:
-        client = httpx.AsyncClient(base_url=options.url, headers=headers, timeout=30)
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=30)
     except httpx.InvalidURL as error:
-        raise ReplayError(f"{options.url!r} is not a URL: {error}") from None
+        raise ReplayError(f"{url!r} is not a URL: {error}") from None
     async with client:
-        yield _Control(client, options.url)
+        yield _Control(client, url)
 
 
 class _Run:
@@ -185,7 +197,7 @@ class _Run:
         self._stop = stop
         self._salt = secrets.token_hex(4)  # a run must not find the prompts of an earlier one in the caches
         try:
-            self._client = StreamClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s)
+            self._clients = [StreamClient(url, api_key=options.api_key, timeout_s=options.timeout_s) for url in options.urls]
         except ValueError as error:
             raise ReplayError(str(error)) from None
         self._endless = options.requests is not None or options.duration_s is not None
@@ -236,11 +248,12 @@ class _Run:
             for task in [*tasks, *waits]:
                 task.cancel()
             await asyncio.gather(*tasks, *waits, return_exceptions=True)
-            self._client.close()
+            for client in self._clients:
+                client.close()
         if on_progress is not None:
             on_progress(self._progress())
         if self._connect_failures >= _CONNECT_FAILURES:
-            raise ReplayError(f"{self._options.url} stopped taking connections after {self._collector.requests} requests")
+            raise ReplayError(f"{', '.join(self._options.urls)} stopped taking connections after {self._collector.requests} requests")
         result = self._collector.result(self._last_answer_at - self._measured_from)
         result.interrupted = self._stop.is_set()
         if self._options.kv_capacity_tokens is not None:
@@ -305,7 +318,8 @@ class _Run:
             await _sleep_until(due)
             if self._closing.is_set():
                 return
-            await self._send(prompt, session_id, due)
+            sender = f"{scope} {lap}" if options.spread == "session" else f"{session.id} {lap} {index}"
+            await self._send(self._client_for(sender), prompt, session_id, due)
             answered_at = perf_counter()
             if request.spawns:
                 await asyncio.gather(*(self._play(child, scope, lap, answered_at) for child in request.spawns))
@@ -313,7 +327,12 @@ class _Run:
                 gap = min(session.requests[index + 1].gap_s, options.max_gap_s) * options.time_scale
                 due = max(answered_at + gap, perf_counter() if request.spawns else 0.0)
 
-    async def _send(self, prompt: Prompt, session_id: str | None, due: float) -> None:
+    def _client_for(self, sender: str) -> StreamClient:
+        """The same gateway for the same sender in every run of the same seed, whatever the order in which requests come to be sent."""
+        clients = self._clients
+        return clients[0] if len(clients) == 1 else random.Random(f"{self._options.seed} {sender}").choice(clients)
+
+    async def _send(self, client: StreamClient, prompt: Prompt, session_id: str | None, due: float) -> None:
         options = self._options
         measured = self._issue_count >= options.warmup
         if self._issue_count == options.warmup:
@@ -329,7 +348,7 @@ class _Run:
         self._in_flight += 1
         self._idle.clear()
         try:
-            answer = await self._client.post(PATHS[options.dialect], prompt.body, session_id)
+            answer = await client.post(PATHS[options.dialect], prompt.body, session_id)
         finally:
             self._in_flight -= 1
             if not self._in_flight:

@@ -11,7 +11,8 @@ from loadgen.replay import ReplayResult
 def result_table(result: ReplayResult) -> Table:
     """One column per policy, one row per figure."""
     runs = list(result.runs.values())
-    table = Table(title="replay", title_justify="left")
+    spread = f", spread over {result.gateways} gateways by {result.spread}" if result.gateways > 1 else ""
+    table = Table(title=f"replay{spread}", title_justify="left")
     table.add_column("", no_wrap=True)
     for policy, run in result.runs.items():
         table.add_column(policy + (" (ended early)" if run.interrupted else ""), justify="right")

@@ -3,12 +3,18 @@
 Assigned work is counted here from the moment of a decision, since scraped metrics are too old to balance by (10 ms of
 staleness costs 14 % of TTFT p99). A `Reservation` has two parts: its prefill ends with the first token, the rest with
 `release`, which every exit path of a request calls and which may be called twice.
+
+Where several gateways share the fleet, each counts its own and hears of the others' (`Share`, kept by `routing.others`): what a
+worker has to do is the sum of both. A worker works on one prefill at a time whoever sent it, so of all the queues in front of it
+one second passes per second.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from routing.calibration import ConfigurationScale, WorkerScale
 from routing.trust import Trust
@@ -20,7 +26,7 @@ DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
 class Reservation:
     """One request's claim on a worker."""
 
-    __slots__ = ("decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "worker")
+    __slots__ = ("after", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "worker")
 
     PREFILL, DECODE, RELEASED = 0, 1, 2
 
@@ -31,18 +37,23 @@ class Reservation:
         self.streamed = streamed
         self.root = root  # the prompt's first block
         self.phase = self.PREFILL
+        # what other gateways have sent before comes first
+        self.after = now + worker.others_wait_s(now) if worker.others else now
         if not worker.prefilling:
-            worker.head_since = now
+            worker.head_since = self.after
         worker.prefilling[self] = None
         worker.pending_s += prefill_s
         worker.active_tokens += prompt_tokens
+        worker.touched.add(worker)
 
     def first_token(self, now: float) -> None:
         """The prefill is over."""
         if self.phase == self.PREFILL:
             self._leave_prefill(now)
             self.phase = self.DECODE
-            self.worker.decoding += 1
+            worker = self.worker
+            worker.decoding += 1
+            worker.touched.add(worker)
 
     def release(self, now: float) -> None:
         """The request is over, however it ended."""
@@ -54,7 +65,9 @@ class Reservation:
         else:
             worker.decoding -= 1
         self.phase = self.RELEASED
-        worker.active_tokens -= self.prompt_tokens
+        # an idle worker has none at all, whatever rounding has left
+        worker.active_tokens = worker.active_tokens - self.prompt_tokens if worker.decoding or worker.prefilling else 0.0
+        worker.touched.add(worker)
 
     def _leave_prefill(self, now: float) -> None:
         worker = self.worker
@@ -62,8 +75,33 @@ class Reservation:
         del worker.prefilling[self]
         if was_head:
             worker.head_since = now
+            if worker.others and worker.prefilling:
+                worker.head_since = max(now, next(iter(worker.prefilling)).after)
         # an empty queue resets the sum, so that rounding never accumulates
         worker.pending_s = worker.pending_s - self.prefill_s if worker.prefilling else 0.0
+
+
+@dataclass(slots=True)
+class Share:
+    """What one other gateway has assigned to a worker, in absolute numbers: its last word."""
+
+    wait_s: float  # until its last prefill there would be over, were the worker its alone
+    prefilling: int
+    decoding: int
+    active_tokens: float
+    live_sessions: int
+    working_set: float
+    computed: float  # tokens prefilled there for this gateway since it started
+
+    @classmethod
+    def read(cls, numbers: Any) -> Share:
+        """From a message's list. Raises ValueError."""
+        if not isinstance(numbers, list) or len(numbers) != 7:
+            raise ValueError("a worker's share is a list of 7 numbers")
+        if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
+            raise ValueError("the numbers of a worker's share are finite and not negative")
+        wait_s, prefilling, decoding, active_tokens, live_sessions, working_set, computed = numbers
+        return cls(wait_s, int(prefilling), int(decoding), active_tokens, int(live_sessions), working_set, computed)
 
 
 @dataclass(eq=False)
@@ -81,9 +119,20 @@ class Worker:
     head_since: float = 0.0
     decoding: int = 0
     active_tokens: float = 0.0
+    computed: float = 0.0  # tokens prefilled in all
     # sessions that live here (kept by SessionTable)
     live_sessions: int = 0
-    working_set: float = 0.0
+    working_set: float = 0.0  # their expected largest contexts
+    # the same of all other gateways together; none where there is one gateway
+    others: dict[str, Share] = field(default_factory=dict)  # gateway id -> its share
+    others_pending_s: float = 0.0  # their waits, as of `others_since`
+    others_since: float = 0.0
+    others_prefilling: int = 0
+    others_decoding: int = 0
+    others_active_tokens: float = 0.0
+    others_live_sessions: int = 0
+    others_working_set: float = 0.0
+    touched: set[Worker] = field(default_factory=set)  # workers whose own numbers have changed: the router's, shared by all
     # scraped: for health and dashboards, never the primary load signal
     scraped_running: float = 0.0
     scraped_waiting: float = 0.0
@@ -127,8 +176,46 @@ class Worker:
 
     @property
     def in_flight(self) -> int:
-        """Requests assigned and not yet released."""
+        """Requests that this gateway has assigned and not yet released."""
         return len(self.prefilling) + self.decoding
+
+    @property
+    def others_in_flight(self) -> int:
+        """The same of the other gateways."""
+        return self.others_prefilling + self.others_decoding
+
+    def share(self, now: float) -> list[float]:
+        """This gateway's own numbers, rounded, in the order of `Share`'s fields."""
+        return [
+            round(self._queued_s(now), 4), len(self.prefilling), self.decoding, round(self.active_tokens),
+            self.live_sessions, max(0, round(self.working_set)), round(self.computed),
+        ]  # fmt: skip
+
+    def hear(self, gateway: str, share: Share | None, now: float) -> None:
+        """Another gateway's share is this from now on; None where it has none."""
+        if share is None and gateway not in self.others:
+            return
+        if self.others_pending_s:  # what was said earlier has become less by as much as the worker has done since
+            left = self.others_wait_s(now) / self.others_pending_s
+            for earlier in self.others.values():
+                earlier.wait_s *= left
+        if share is None:
+            del self.others[gateway]
+        else:
+            self.others[gateway] = share
+        shares = self.others.values()
+        self.others_since = now
+        self.others_pending_s = sum([s.wait_s for s in shares])
+        self.others_prefilling = sum([s.prefilling for s in shares])
+        self.others_decoding = sum([s.decoding for s in shares])
+        self.others_active_tokens = sum([s.active_tokens for s in shares])
+        self.others_live_sessions = sum([s.live_sessions for s in shares])
+        self.others_working_set = sum([s.working_set for s in shares])
+
+    def others_wait_s(self, now: float) -> float:
+        """Seconds of the other gateways' prefills that are left."""
+        wait = self.others_pending_s - (now - self.others_since)
+        return wait if wait > 0.0 else 0.0
 
     def prefill_s(self, uncached: float, total: float) -> float:
         """Calibrated seconds to prefill `uncached` of `total` prompt tokens once it runs."""
@@ -140,7 +227,8 @@ class Worker:
 
     def step_s(self) -> float:
         """Calibrated seconds per output token of the batch as it is."""
-        step = self.step_base + self.step_seq * self.decoding + self.step_kv * self.active_tokens
+        decoding, tokens = self.decoding + self.others_decoding, self.active_tokens + self.others_active_tokens
+        step = self.step_base + self.step_seq * decoding + self.step_kv * tokens
         return self.decode_calibration.value * step / self.tokens_per_step
 
     def joined_step_s(self, prompt_tokens: float) -> float:
@@ -148,14 +236,36 @@ class Worker:
 
         Those that decode now are on average half done, so each is there for half of that time.
         """
-        step = self.step_base + self.step_seq * (0.5 * self.decoding + 1.0) + self.step_kv * (0.5 * self.active_tokens + prompt_tokens)
+        decoding, tokens = self.decoding, self.active_tokens
+        if self.others:
+            decoding += self.others_decoding
+            tokens += self.others_active_tokens
+        step = self.step_base + self.step_seq * (0.5 * decoding + 1.0) + self.step_kv * (0.5 * tokens + prompt_tokens)
         return self.decode_calibration.value * step / self.tokens_per_step
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the engine could start another prefill, from what this gateway has assigned to it."""
+        """Seconds until the engine could start another prefill, from what the gateways have assigned to it."""
+        prefilling = self.prefilling
+        wait = 0.0
+        if prefilling:
+            elapsed = now - self.head_since
+            # the usual case is told here, since this is asked of every candidate of every decision
+            wait = self.pending_s - elapsed if 0.0 <= elapsed <= next(iter(prefilling)).prefill_s else self._queued_s(now)
+            if wait < 0.0:
+                wait = 0.0
+        in_flight = len(prefilling) + self.decoding
+        if self.others:
+            wait += self.others_wait_s(now)
+            in_flight += self.others_prefilling + self.others_decoding
+        if in_flight >= self.slots:
+            wait += self._slot_wait()
+        return wait
+
+    def _queued_s(self, now: float) -> float:
+        """Seconds of this gateway's own prefills that are left."""
         prefilling = self.prefilling
         if not prefilling:
-            return 0.0 if self.decoding < self.slots else self._slot_wait()
+            return 0.0
         head = next(iter(prefilling))
         elapsed = now - self.head_since
         while not head.streamed and elapsed > head.prefill_s:
@@ -163,19 +273,19 @@ class Worker:
             ended = self.head_since + head.prefill_s
             head.first_token(ended)
             if not prefilling:
-                return 0.0 if self.decoding < self.slots else self._slot_wait()
+                return 0.0
             head = next(iter(prefilling))
             elapsed = now - self.head_since
+        if elapsed <= 0.0:  # the worker is still busy with what others have sent before
+            return self.pending_s
         late = elapsed - head.prefill_s
         # a head that is late is expected to take as long again: a frozen worker soon looks as slow as it is
         wait = self.pending_s - head.prefill_s + late if late > 0 else self.pending_s - elapsed
-        if len(prefilling) + self.decoding >= self.slots:
-            wait += self._slot_wait()
         return wait if wait > 0.0 else 0.0
 
     def _slot_wait(self) -> float:
         """Seconds until a batch slot is free: slots empty one by one, evenly over a decode's length."""
-        ahead = len(self.prefilling) + self.decoding - self.slots + 1
+        ahead = self.in_flight + self.others_in_flight - self.slots + 1
         return ahead * DEFAULT_OUTPUT_TOKENS * self.step_s() / self.slots
 
     def observe_prefill(self, observed_s: float, modelled_s: float) -> None:
@@ -185,4 +295,3 @@ class Worker:
     def observe_decode(self, observed_s: float, modelled_s: float) -> None:
         """Correct the decode calibration by one request's mean time per output token."""
         self.decode_calibration.observe(observed_s, modelled_s)
-

@@ -37,6 +37,8 @@ class Placement:
     congestion: Congestion
     now: float
     restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
+    # worker id -> (requests, seconds of prefill) that other gateways have probably assigned there, not yet heard of
+    unheard: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class Terms(NamedTuple):
@@ -58,7 +60,10 @@ class Terms(NamedTuple):
 
 
 class Congestion:
-    """Arrivals and prefill work of the fleet, as exponentially decayed rates (time constant `window_s`)."""
+    """Arrivals and prefill work of the fleet, as exponentially decayed rates (time constant `window_s`).
+
+    The public rates are this gateway's own and those that the others have told (`others`, in the same order).
+    """
 
     def __init__(self, window_s: float = 60.0):
         self.window_s = window_s
@@ -66,6 +71,7 @@ class Congestion:
         self.work_per_s = 0.0  # seconds of prefill assigned per second, over the whole fleet
         self.later_arrivals_per_s = 0.0  # the same of turns that came back to their session's home
         self.later_work_per_s = 0.0
+        self._others = (0.0, 0.0, 0.0, 0.0)
         self._since: float | None = None
         self._last = 0.0
         self._arrivals = 0.0
@@ -85,10 +91,26 @@ class Congestion:
         self._later_arrivals = self._later_arrivals * keep + at_home
         self._later_work = self._later_work * keep + (prefill_s if at_home else 0.0)
         seen = min(max(now - self._since, 1.0), self.window_s)
-        self.arrivals_per_s = self._arrivals / seen
-        self.work_per_s = self._work / seen
-        self.later_arrivals_per_s = self._later_arrivals / seen
-        self.later_work_per_s = self._later_work / seen
+        arrivals, work, later_arrivals, later_work = self._others
+        self.arrivals_per_s = self._arrivals / seen + arrivals
+        self.work_per_s = self._work / seen + work
+        self.later_arrivals_per_s = self._later_arrivals / seen + later_arrivals
+        self.later_work_per_s = self._later_work / seen + later_work
+
+    def own(self, now: float) -> tuple[float, float, float, float]:
+        """This gateway's own rates: arrivals, work, and the same of turns that came back to their session's home."""
+        if self._since is None:
+            return 0.0, 0.0, 0.0, 0.0
+        share = max(0.0, 1.0 - (now - self._last) / self.window_s) / min(max(now - self._since, 1.0), self.window_s)
+        return self._arrivals * share, self._work * share, self._later_arrivals * share, self._later_work * share
+
+    def hear(self, others: tuple[float, float, float, float]) -> None:
+        """The other gateways' rates are these from now on (sums)."""
+        before, self._others = self._others, others
+        self.arrivals_per_s += others[0] - before[0]
+        self.work_per_s += others[1] - before[1]
+        self.later_arrivals_per_s += others[2] - before[2]
+        self.later_work_per_s += others[3] - before[3]
 
 
 class Policy(Protocol):
@@ -133,7 +155,15 @@ class Warm:
         cached, restore = placement.cached, placement.restore
         home = session.home if session is not None else None
         first = home is None
-        if home is not None and not home.prefilling and home.decoding < home.slots and home.id in cached and home in candidates:
+        unheard = placement.unheard if first else {}
+        if (
+            home is not None
+            and not home.prefilling
+            and not home.others_prefilling
+            and home.decoding + home.others_decoding < home.slots
+            and home.id in cached
+            and home in candidates
+        ):
             session.regret = 0.0  # type: ignore[union-attr]
             return only(home)
         congestion = placement.congestion
@@ -149,7 +179,7 @@ class Warm:
             usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count
             later = congestion.later_work_per_s
             met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
-            crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (len(sessions) * usual_token_s)
+            crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (sessions.live * usual_token_s)
         output_tokens = placement.output_tokens * placement.decode_weight
 
         ranked: list[tuple[Any, ...]] = []
@@ -160,23 +190,35 @@ class Warm:
             own = scale * worker.base + (total - held) * token_s
             if held < best_cached:
                 own -= (best_cached - held) * token_s * repeated
-            decoding = worker.decoding
-            in_flight = len(worker.prefilling) + decoding
-            wait = worker.wait_s(now) if worker.prefilling or decoding >= worker.slots else 0.0
+            prefilling = len(worker.prefilling)
+            in_flight = prefilling + worker.decoding
+            neighbours = living = worker.live_sessions
+            working_set = worker.working_set
+            if worker.others:
+                prefilling += worker.others_prefilling
+                in_flight += worker.others_prefilling + worker.others_decoding
+                neighbours = living = living + worker.others_live_sessions
+                working_set += worker.others_working_set
+            wait = worker.wait_s(now) if prefilling or in_flight >= worker.slots else 0.0
+            if unheard and worker.id in unheard:
+                requests, seconds = unheard[worker.id]
+                wait += seconds
+                in_flight += requests
+                if session is not None:
+                    neighbours = living = living + requests
             priced = own * pressure * (wait + own)
             decode = output_tokens * worker.joined_step_s(total)
             evict = 0.0
-            neighbours = worker.live_sessions
             if worker is home:
                 neighbours -= 1  # itself
             else:
-                over = worker.working_set + peak - worker.capacity
+                over = working_set + peak - worker.capacity
                 if over > 0.0:
                     evict = (over if over < peak else peak) * token_s
             crowd = crowding * neighbours * token_s
             restored = restore.get(worker.id, 0.0) if restore else 0.0
             cost = worker.network_s + wait + restored + own + priced + decode + evict + crowd
-            ranked.append((cost, worker.live_sessions, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held, restored))
+            ranked.append((cost, living, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held, restored))
         ranked.sort()
         if session is not None and home is not None:
             _hold_still(session, home, ranked)
@@ -245,7 +287,7 @@ class LeastLoaded:
     name = "least-loaded"
 
     def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
-        return only(min(candidates, key=lambda w: (w.in_flight, w.pending_s)))
+        return only(min(candidates, key=lambda w: (w.in_flight + w.others_in_flight, w.pending_s + w.others_pending_s)))
 
 
 class SessionAffinity:
@@ -263,7 +305,4 @@ class SessionAffinity:
         return only(max(candidates, key=lambda w: xxh3_64_intdigest(f"{w.id}|{key}".encode())))
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy
-    for policy in (Warm, RoundRobin, Random, LeastLoaded, SessionAffinity)
-}
+POLICIES: dict[str, Callable[[], Policy]] = {policy.name: policy for policy in (Warm, RoundRobin, Random, LeastLoaded, SessionAffinity)}

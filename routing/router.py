@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from xxhash import xxh3_128_digest
 
 from kvindex.index import KVIndex
 from kvindex.routing_memory import RoutingMemory
 from kvindex.token_ratio import TokenRatio
 from routing.calibration import ConfigurationScale
+from routing.elsewhere import EventsElsewhere
 from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Worker
 from routing.policies import POLICIES, Congestion, Placement, Policy, Terms
-from routing.sessions import Session, SessionTable
+from routing.sessions import Session, SessionRecord, SessionTable, root_of
 from workers.profile import WorkerProfile
 
 # How much a second of decoding weighs against a second before the first token.
@@ -56,6 +60,9 @@ class RouteRequest:
     streamed: bool = True
     tokens: int = 0
     block_tokens: int = 0
+    pinned: str | None = None  # the worker that must take it, when that is up
+    session_id: bytes | None = None  # what all gateways know the session by: see `Router.session_id`
+    shared: SessionRecord | None = None  # what other gateways know of the session
 
 
 _EXPLAINED = ("cost", "wait", "restore", "own", "congestion", "decode", "evict", "crowd", "cached", "live_sessions", "in_flight")
@@ -64,7 +71,7 @@ _EXPLAINED = ("cost", "wait", "restore", "own", "congestion", "decode", "evict",
 @dataclass(slots=True)
 class Decision:
     """Where a request goes and why. `reason`: home (its session's worker), moved (another one), prefix (a first turn where a
-    shared prefix is warm), cold (a first turn with nothing cached there)."""
+    shared prefix is warm), cold (a first turn with nothing cached there), pinned (the request named its worker)."""
 
     request: RouteRequest
     worker: Worker
@@ -81,24 +88,28 @@ class Decision:
     by_events: float | None = None  # cached tokens as the worker's events have it, believed or not; None where there are none
     by_memory: float = 0.0  # the same of routing memory
     certain: bool = True  # no other request was computing this prompt's beginning there when it was placed
+    gateway: str = ""
+
+    def session_record(self) -> SessionRecord | None:
+        """What to tell the other gateways of the session, under the request's `session_id`; None where there is nothing to tell.
+        To be asked for right after the decision."""
+        session = self.session
+        if session is None or session.id is None or session.home is None:
+            return None
+        return SessionRecord(session.home.id, self.gateway, session.turns, session.context, session.regret)
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data, for logs and people."""
         terms = [Terms(*entry) for entry in self.candidates]
-        weighed = {
-            t.worker.id: {
-                name: round(getattr(t, name), 6)
-                for name in _EXPLAINED
-            }
-            for t in terms
-            if t.worker is not None
-        }
+        weighed = {t.worker.id: {name: round(getattr(t, name), 6) for name in _EXPLAINED} for t in terms if t.worker is not None}
         return {
             "worker": self.worker.id, "reason": self.reason, "policy": self.policy, "known_by": self.worker.trust.level,
             "prompt_tokens": round(self.prompt_tokens), "cached_tokens": round(self.cached_tokens), "candidates": weighed,
         }  # fmt: skip
 
 
+# What a gateway does is heard of by the others this much later at most, as long as all is well.
+HEARD_WITHIN_S = 0.01
 ROOT_TOKENS = 128  # conversations of one client that differ only later than this count as one session (text mode: one block)
 # Events come this long after the tokens they tell of, at most: until then a chain that was sent counts as held.
 EVENTS_LAG_S = 5.0
@@ -109,7 +120,7 @@ def _depth(events: CacheEvents, worker: Worker, request: RouteRequest, matches: 
     """(leading blocks that the worker holds, seconds to restore those that are not on the accelerator)."""
     accelerator, *below = events.tiers
     depth = matches.get(accelerator, 0)
-    if depth:
+    if depth or isinstance(events, EventsElsewhere):
         depth = events.usable(request.hashes, depth)
     restore_s = 0.0
     for holder in below:
@@ -118,6 +129,10 @@ def _depth(events: CacheEvents, worker: Worker, request: RouteRequest, matches: 
             restore_s += (deeper - depth) * request.block_tokens * worker.profile.restore_token_s(holder.rpartition("@")[2])
             depth = deeper
     return depth, restore_s
+
+
+def _root_blocks(request: RouteRequest) -> int:
+    return max(1, ROOT_TOKENS // request.block_tokens) if request.tokens else 1
 
 
 def _hit_tokens(depth: int, block: float, most: float, worker: Worker) -> float:
@@ -148,6 +163,12 @@ class Router:
         self.tokens = TokenRatio()
         self.events: dict[str, CacheEvents] = {}  # worker -> what its engine reports
         self.token_blocks: dict[str, int] = {}  # model in token mode -> index block in tokens
+        self._elsewhere: dict[str, EventsElsewhere] = {}  # worker -> what another gateway's index says its engine reports
+        self.gateway_id = ""
+        self.rotation = 0.0  # where this gateway begins in a list of candidates, as a share of it: see `rotate`
+        self.placing: dict[str, float] = {}  # other gateways -> when they were last heard to have placed requests
+        self._placed: deque[tuple[float, str, float]] = deque()  # this one's last placements: when, worker, seconds of prefill
+        self.touched: set[Worker] = set()  # workers whose own numbers have changed since somebody emptied this
         self._load_only: set[str] = set()  # workers whose cache is not known well enough to count
         self.congestion = Congestion()
         self.workers: dict[str, Worker] = {}
@@ -162,7 +183,7 @@ class Router:
         """Add a worker, or take over what was learned of one: the models it serves and its engine configuration."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            worker = self.workers[worker_id] = Worker(worker_id, profile or WorkerProfile())
+            worker = self.workers[worker_id] = Worker(worker_id, profile or WorkerProfile(), touched=self.touched)
             self._calibrate(worker)
         elif profile is not None and profile != worker.profile:
             same = _configuration(profile) == _configuration(worker.profile)
@@ -186,6 +207,8 @@ class Router:
                 serving.remove(worker)
         self._up.clear()
         self.lost_cache(worker)
+        self.touched.discard(worker)
+        self._elsewhere.pop(worker_id, None)
         worker.leave_calibration()
 
     def _calibrate(self, worker: Worker) -> None:
@@ -198,6 +221,18 @@ class Router:
         """Take a worker out of the candidates, or back in."""
         worker.up = up
         self._up.clear()
+
+    def rotate(self, share: float) -> None:
+        """Begin elsewhere in the list of candidates than the other gateways: of workers that look equal each then takes another."""
+        if share != self.rotation:
+            self.rotation = share
+            self._up.clear()
+
+    def others_computed(self, worker: Worker, tokens: float, now: float) -> None:
+        """Other gateways' requests have filled so many tokens of a worker's cache: routing memory makes room for them."""
+        model = worker.profile.model or ""
+        block_tokens = self.token_blocks.get(model) or self.block_units / self.tokens.of(model)
+        self.memory.others_computed(worker.id, round(tokens / block_tokens), now)
 
     def lost_cache(self, worker: Worker) -> None:
         """The worker died or restarted: nothing is cached there, and its sessions have no home."""
@@ -229,6 +264,11 @@ class Router:
         for worker_id, events in self.events.items():
             events.expire(now)
             self.workers[worker_id].trust.check_age(now)
+        for worker_id in [w for w in self._elsewhere if w in self.events]:
+            del self._elsewhere[worker_id]  # this gateway follows them itself now
+        for worker_id, elsewhere in self._elsewhere.items():
+            elsewhere.expire(now)
+            self.workers[worker_id].trust.check_age(now)
 
     def _size_memory(self, worker: Worker) -> None:
         model = worker.profile.model or ""
@@ -238,26 +278,62 @@ class Router:
 
     # --- decisions ---
 
-    def decide(self, request: RouteRequest, now: float, exclude: Collection[Worker] = ()) -> Decision:
-        """Choose a worker and reserve it. Raises NoWorker. The caller releases `Decision.reservation` on every exit path."""
+    def session_id(self, request: RouteRequest) -> bytes | None:
+        """What all gateways know the request's session by (16 bytes); kept in the request. None for a session without a key: its
+        turns go where their prefix is."""
+        if request.session is None or not request.hashes:
+            return None
+        request.session_id = xxh3_128_digest(repr(request.session).encode(), root_of(request.hashes, _root_blocks(request)))
+        return request.session_id
+
+    def is_settled(self, request: RouteRequest) -> bool:
+        """Whether nothing that other gateways know could change the decision: this one counts the request's session, and the worker
+        where that is at home has nothing to prefill and holds what this gateway has sent there."""
+        if request.session is None or not request.hashes:
+            return False
+        session = self.sessions.known(request.session, root_of(request.hashes, _root_blocks(request)))
+        if session is None or session.elsewhere:
+            return False
+        home = session.home
+        return (
+            home is not None
+            and home.up
+            and not home.prefilling
+            and not home.others_prefilling
+            and home.decoding + home.others_decoding < home.slots
+            and self.memory.holds(home.id, session.key)
+        )
+
+    def decide(
+        self, request: RouteRequest, now: float, exclude: Collection[Worker] = (), known: Mapping[str, int] | None = None
+    ) -> Decision:
+        """Choose a worker and reserve it. Raises NoWorker. The caller releases `Decision.reservation` on every exit path.
+
+        `known` is the match of the index that all gateways share, None where that cannot be asked: holder -> leading blocks.
+        """
         model = request.model
         candidates = self._up.get(model)
         if candidates is None:
             serving = self._serving.get(model)
             if not serving:
                 raise NoWorker(model, known=False)
-            candidates = self._up[model] = [worker for worker in serving if worker.up]
+            candidates = [worker for worker in serving if worker.up]
+            first = int(self.rotation * len(candidates))
+            candidates = self._up[model] = candidates[first:] + candidates[:first]
         if exclude:
             candidates = [worker for worker in candidates if worker not in exclude]
         if not candidates:
             raise NoWorker(model, known=True)
+        pinned = False
+        if request.pinned is not None:
+            named = [worker for worker in candidates if worker.id == request.pinned]
+            candidates, pinned = named or candidates, bool(named)
         hashes = request.hashes
         block: float
         most: float
         if request.tokens:
             total = float(request.tokens)
             block = request.block_tokens
-            root_blocks = max(1, ROOT_TOKENS // request.block_tokens)
             most = (request.tokens - 1) // request.block_tokens * request.block_tokens  # an engine computes at least the last token
         else:
             ratio = self.tokens.of(model)
@@ -265,7 +341,6 @@ class Router:
             if total < 1.0:
                 total = 1.0
             block = self.block_units / ratio
-            root_blocks = 1
             most = total
         cached: dict[str, float] = {}
         restore: dict[str, float] = {}
@@ -281,13 +356,21 @@ class Router:
                     longest = blocks
                 held = blocks * block
                 cached[holder] = held if held < most else most
-            if self.events or self._load_only:
-                self._use_events(candidates, request, matches, block, most, cached, restore)
-            session = self.sessions.find(request.session, hashes, longest, now, root_blocks)
+            if known:
+                matches = self._merge(matches, known, block, most, cached, now)
+            if self.events or self._elsewhere or self._load_only:
+                self._use_events(candidates, request, matches, block, most, cached, restore, known is not None)
+            session = self.sessions.find(request.session, hashes, longest, now, _root_blocks(request))
+            if request.session_id is not None and session is not None:
+                record = request.shared
+                told = self.workers.get(record.worker) if record is not None else None
+                self.sessions.share(session, request.session_id, record, told if told is not None and told.up else None)
         home = session.home if session is not None else None
         limit = request.max_output_tokens
         output = limit if limit is not None and limit < DEFAULT_OUTPUT_TOKENS else DEFAULT_OUTPUT_TOKENS
         placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now, restore)
+        if self.placing:
+            placement.unheard = self._unheard(now)
         ranked = self.policy.rank(placement, candidates)
         worker: Worker = ranked[0][4]
         held = cached.get(worker.id, 0.0)
@@ -295,31 +378,85 @@ class Router:
             reason = "home" if worker is home else "moved"
         else:
             reason = "prefix" if held else "cold"
+        if pinned:
+            reason = "pinned"
         wait = worker.wait_s(now)
         prefill = worker.prefill_s(total - held, total)
-        self.congestion.add(prefill, now, at_home=reason == "home")
+        self.congestion.add(prefill, now, at_home=worker is home)
         # what others with this beginning are still computing may or may not be there when this one starts
         certain = not hashes or all(other.root != hashes[0] for other in worker.prefilling)
         reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None)
+        if self.placing:
+            self._placed.append((now, worker.id, prefill))
         if session is not None:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
-            self.memory.record(worker.id, session.key, hashes, now)
+            self.memory.record(worker.id, session.key, hashes, now, known.get(worker.id, 0) if known else 0)
+            worker.computed += total - held
         by_events: float | None = None
-        if request.tokens and (events := self.events.get(worker.id)) is not None:
+        events = self._events_of(worker, known is not None) if request.tokens else None
+        if events is not None:
             depth, _ = _depth(events, worker, request, matches)
             by_events = _hit_tokens(depth, block, most, worker)
             events.expect(hashes, depth, now + min(2.0 * (wait + prefill) + EVENTS_LAG_S, LONGEST_EXPECTATION_S))
         by_memory = min(matches.get(worker.id, 0) * block, most)
         return Decision(
             request, worker, session, reservation, reason, self.policy.name, total, held, wait, prefill, now, ranked, by_events, by_memory,
-            certain,
+            certain, self.gateway_id,
         )  # fmt: skip
+
+    def _unheard(self, now: float) -> dict[str, tuple[int, float]]:
+        """What other gateways have probably assigned without this one having heard of it: worker id -> (requests, seconds of prefill).
+
+        Gateways that place requests in the same few milliseconds see the same fleet and do the same: all fill the same gap. So each
+        takes it that those who have just been heard to place something do what it has done itself, and fills its share of the gap.
+        """
+        since = now - HEARD_WITHIN_S
+        placed = self._placed
+        while placed and placed[0][0] < since:
+            placed.popleft()
+        placing = sum([heard >= since for heard in self.placing.values()])
+        unheard: dict[str, tuple[int, float]] = {}
+        if placing:
+            for _, worker_id, prefill in placed:
+                requests, seconds = unheard.get(worker_id, (0, 0.0))
+                unheard[worker_id] = requests + placing, seconds + placing * prefill
+        return unheard
 
     def failed(self, decision: Decision) -> None:
         """The request was not answered as asked (refused, broken, left by its client): what it was to compute is not there."""
-        if decision.by_events is not None and (events := self.events.get(decision.worker.id)) is not None:
+        if decision.by_events is not None and (events := self._events_of(decision.worker, True)) is not None:
             events.withdraw(decision.request.hashes)
+
+    def _merge(
+        self, matches: Mapping[str, int], known: Mapping[str, int], block: float, most: float, cached: dict[str, float], now: float
+    ) -> Mapping[str, int]:
+        """The local match and the shared one, each holder with the greater depth; puts the workers' into `cached`."""
+        merged = dict(matches)
+        for holder, blocks in known.items():
+            if holder in self.workers:
+                if blocks > merged.get(holder, 0):
+                    merged[holder] = blocks
+                    held = blocks * block
+                    cached[holder] = held if held < most else most
+                continue
+            if blocks > merged.get(holder, 0):
+                merged[holder] = blocks
+            worker = self.workers.get(holder[3:].removesuffix("@cpu").removesuffix("@disk")) if holder.startswith("kv:") else None
+            if worker is not None and worker.id not in self.events:
+                if worker.id not in self._elsewhere:
+                    self._elsewhere[worker.id] = EventsElsewhere(worker.id)
+                if not worker.trust.has_events:
+                    worker.trust.events_attached()
+                worker.trust.heard(now)
+        return merged
+
+    def _events_of(self, worker: Worker, shared: bool) -> CacheEvents | None:
+        """What the worker's engine reports, to this gateway or, where the shared index can be asked, to another one."""
+        events = self.events.get(worker.id)
+        if events is None and shared and self._elsewhere:
+            return self._elsewhere.get(worker.id)
+        return events
 
     def _use_events(
         self,
@@ -330,12 +467,13 @@ class Router:
         most: float,
         cached: dict[str, float],
         restore: dict[str, float],
+        shared: bool,
     ) -> None:
         """Put what the engines report in the place of routing memory, for the workers of which that is believed."""
         for worker in candidates:
             level = worker.trust.level
-            if level == "exact" and request.tokens:
-                depth, restore_s = _depth(self.events[worker.id], worker, request, matches)
+            if level == "exact" and request.tokens and (events := self._events_of(worker, shared)) is not None:
+                depth, restore_s = _depth(events, worker, request, matches)
                 if depth:
                     cached[worker.id] = _hit_tokens(depth, block, most, worker)
                     if restore_s:
@@ -367,6 +505,8 @@ class Router:
             # a long wait says more of those ahead than of this request's own prefill
             if decision.wait_s <= own:
                 worker.observe_prefill(ttft_s, decision.wait_s + own)
+        if decision.cached_tokens > cached:
+            worker.computed += decision.cached_tokens - cached
         if cached_tokens is None:
             worker.trust.not_told()
         elif request.hashes:
@@ -413,6 +553,7 @@ class Router:
                 "pending_prefill_s": worker.pending_s, "active_tokens": worker.active_tokens,
                 "live_sessions": float(worker.live_sessions), "working_set_tokens": worker.working_set,
                 "prefill_scale": worker.prefill_scale, "decode_scale": worker.decode_scale,
+                "others_in_flight": float(worker.others_in_flight),
                 "memory_blocks": float(self.memory.used_blocks(worker.id)),
             }
             for worker in self.workers.values()

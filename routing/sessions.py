@@ -3,24 +3,64 @@
 A session is known by a key the gateway gives (client headers, within the tenant), else by its longest prefix: a request that
 continues the blocks of an earlier request belongs to the same session. Together with the first block, because one client
 session runs several conversations (sub-agents, title requests), each with a cache of its own.
+
+Of several gateways the one that served a session's last turn counts it. It says so by a claim (session id, turns) when a session
+begins or comes over from another gateway; the greatest claim, by turns and then by gateway, holds, whatever the order in which
+claims arrive. The others keep what they know of the session, and do not count it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import struct
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from routing.fleet import Worker
 
 PEAK_QUANTILE = 0.8  # of the largest contexts seen: what a growing session is expected to need
 _PEAK_SAMPLES = 256
+_MOST_CLAIMS = 10_000
+_RECORD = struct.Struct("<BIffBB")  # version, turns, context, regret, lengths of the two names that follow
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """What gateways tell each other of a session: as it was after its last turn."""
+
+    worker: str
+    gateway: str
+    turns: int
+    context: float  # largest prompt so far, tokens
+    regret: float  # seconds, see `policies`
+
+    def encode(self) -> bytes:
+        """Raises ValueError for names of more than 255 bytes."""
+        worker, gateway = self.worker.encode(), self.gateway.encode()
+        if max(len(worker), len(gateway)) > 255:
+            raise ValueError("names of workers and gateways are at most 255 bytes long")
+        return _RECORD.pack(1, min(self.turns, 2**32 - 1), self.context, self.regret, len(worker), len(gateway)) + worker + gateway
+
+    @classmethod
+    def decode(cls, data: bytes) -> SessionRecord | None:
+        """None for what is no record."""
+        if len(data) < _RECORD.size:
+            return None
+        version, turns, context, regret, worker, gateway = _RECORD.unpack_from(data)
+        if version != 1 or len(data) != _RECORD.size + worker + gateway or not all(0.0 <= n < 1e12 for n in (context, regret)):
+            return None
+        try:
+            names = data[_RECORD.size :]
+            return cls(names[:worker].decode(), names[worker:].decode(), turns, context, regret)
+        except UnicodeDecodeError:
+            return None
 
 
 class Session:
     """One conversation: a growing prompt whose prefix stays."""
 
-    __slots__ = ("context", "home", "key", "last_seen", "leaf", "peak", "regret", "root", "turns")
+    __slots__ = ("claim", "context", "elsewhere", "home", "id", "key", "last_seen", "leaf", "peak", "regret", "root", "turns")
 
     def __init__(self, key: Hashable, root: int, now: float):
         self.key = key
@@ -32,6 +72,14 @@ class Session:
         self.turns = 0
         self.regret = 0.0  # seconds that staying at home has cost of late, see `policies`
         self.last_seen = now
+        self.id: bytes | None = None  # what other gateways know it by
+        self.claim = 0  # turns at this gateway's last claim to count it
+        self.elsewhere = False  # another gateway counts it
+
+
+def root_of(hashes: Sequence[int], root_blocks: int) -> int:
+    """What conversations of one client are told apart by: the last block of so many, of a shorter prompt the first."""
+    return hashes[root_blocks - 1] if len(hashes) >= root_blocks else hashes[0]
 
 
 class SessionTable:
@@ -48,10 +96,25 @@ class SessionTable:
         self._continues = 0.5  # share of sessions that come back for a second turn
         self._until_refresh = 0
         self._next_expiry = 0.0
+        self._by_id: dict[bytes, Session] = {}
+        self._elsewhere = 0  # sessions that another gateway counts
+        self.gateway = ""  # this gateway's id
+        self.others_live = 0  # sessions that the other gateways count
+        self.new_claims: deque[tuple[bytes, int]] = deque(maxlen=_MOST_CLAIMS)  # session ids and turns, to be told
         self.mean_turns = 20.0  # agent traces: mean 69 calls, median 45; learned from sessions that end
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def counted(self) -> int:
+        """Live sessions that this gateway counts."""
+        return len(self._sessions) - self._elsewhere
+
+    @property
+    def live(self) -> int:
+        """Live sessions of all gateways."""
+        return len(self._sessions) - self._elsewhere + self.others_live
 
     def find(self, key: Hashable | None, hashes: Sequence[int], matched: int, now: float, root_blocks: int = 1) -> Session | None:
         """The session this request belongs to; a new one where none fits; None for a prompt shorter than a block.
@@ -63,7 +126,7 @@ class SessionTable:
             self.expire(now)
         if not hashes:
             return None
-        root = hashes[root_blocks - 1] if len(hashes) >= root_blocks else hashes[0]
+        root = root_of(hashes, root_blocks)
         session: Session | None
         if key is not None:
             key = (key, root)
@@ -84,9 +147,14 @@ class SessionTable:
         session.last_seen = now
         return session
 
-    def sharing(self, session: Session) -> int:
-        """How many other live sessions start with the same block."""
-        return self._sharing[session.root] - 1
+    def known(self, key: Hashable, root: int) -> Session | None:
+        """The session with this key and root block, if it lives."""
+        return self._sessions.get((key, root))
+
+    def sharing(self, session: Session) -> float:
+        """How many other live sessions start with the same block; of those that only other gateways know, as many as of the own."""
+        unknown = max(self.live / len(self._sessions), 1.0)
+        return self._sharing[session.root] * unknown - 1.0
 
     def placed(self, session: Session, worker: Worker, hashes: Sequence[int], prompt_tokens: float) -> None:
         """The session's next turn goes to `worker`: its home from now on."""
@@ -96,8 +164,12 @@ class SessionTable:
             session.leaf = leaf
             self._by_leaf[leaf] = session
         session.turns += 1
-        session.context = max(session.context, prompt_tokens)
+        if session.elsewhere:
+            self._count_here(session)
+        if session.id is not None and not session.claim:
+            self._claim(session)
         peak = self.expected_peak(session, prompt_tokens)
+        session.context = max(session.context, prompt_tokens)
         if session.home is not worker:
             self._leave_home(session)
             session.home = worker
@@ -106,6 +178,81 @@ class SessionTable:
         else:
             worker.working_set += peak - session.peak
         session.peak = peak
+        worker.touched.add(worker)
+
+    # --- sessions of several gateways ---
+
+    def share(self, session: Session, session_id: bytes, record: SessionRecord | None, home: Worker | None) -> None:
+        """The session is known to all gateways by this id, and they have told `record` of it; `home` is its worker where that is
+        known and up. A record of another gateway that knows of more turns becomes what is known here. To be called before `placed`.
+        """
+        if session.id is None:
+            session.id = session_id
+            self._by_id[session_id] = session
+        if record is None or record.gateway == self.gateway:
+            return
+        session.claim = 0  # that gateway counts it, or thinks so
+        if record.turns < session.turns:
+            return
+        if session.elsewhere:
+            self._count_here(session)
+        if home is not session.home:
+            self._leave_home(session)
+        session.turns = record.turns
+        session.regret = record.regret
+        session.context = max(session.context, record.context)
+        if home is not None and session.home is None:
+            session.home = home
+            session.peak = session.context
+            self._enter_home(session)
+
+    def claimed(self, session_id: bytes, turns: int, gateway: str) -> None:
+        """Another gateway claims to count a session."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            return
+        if not session.elsewhere:
+            if (turns, gateway) < (session.claim, self.gateway):
+                self._claim(session)  # it may not have heard
+                return
+            self._leave_counts(session)
+            session.elsewhere = True
+            self._elsewhere += 1
+        session.turns = max(session.turns, turns)  # so that a later claim of this gateway is greater
+
+    def claims(self, session_id: bytes, turns: int) -> bool:
+        """This gateway still counts the session by that claim."""
+        session = self._by_id.get(session_id)
+        return session is not None and not session.elsewhere and session.claim == turns
+
+    def _claim(self, session: Session) -> None:
+        session.claim = session.claim or session.turns
+        assert session.id is not None
+        self.new_claims.append((session.id, session.claim))
+
+    def _count_here(self, session: Session) -> None:
+        session.elsewhere = False
+        session.claim = 0
+        self._elsewhere -= 1
+        if session.home is not None:
+            self._enter_home(session)
+
+    def _enter_home(self, session: Session) -> None:
+        home = session.home
+        assert home is not None
+        home.live_sessions += 1
+        home.working_set += session.peak
+        home.touched.add(home)
+
+    def _leave_counts(self, session: Session) -> None:
+        home = session.home
+        if home is not None and not session.elsewhere:
+            home.live_sessions -= 1
+            # an empty worker resets the sum, so that rounding never accumulates
+            home.working_set = home.working_set - session.peak if home.live_sessions else 0.0
+            home.touched.add(home)
+
+    # --- how large they grow ---
 
     def expected_peak(self, session: Session | None, prompt_tokens: float) -> float:
         """Tokens this session is expected to hold at its largest: a high quantile of what sessions reach, weighted for a first
@@ -129,10 +276,8 @@ class SessionTable:
         self._continues = (len(continued) + 1) / (len(sample) + 2)
 
     def _leave_home(self, session: Session) -> None:
-        home = session.home
-        if home is not None:
-            home.live_sessions -= 1
-            home.working_set = home.working_set - session.peak if home.live_sessions else 0.0
+        if session.home is not None:
+            self._leave_counts(session)
             session.home = None
             session.regret = 0.0
 
@@ -144,6 +289,11 @@ class SessionTable:
         self._sharing[session.root] -= 1
         if not self._sharing[session.root]:
             del self._sharing[session.root]
+        if session.id is not None and self._by_id.get(session.id) is session:
+            del self._by_id[session.id]
+        if session.elsewhere:
+            self._elsewhere -= 1
+            return  # the gateway that counts it learns from its end
         self._ended.append((session.context, session.turns))
         del self._ended[:-_PEAK_SAMPLES]
         self.mean_turns += 0.02 * (session.turns - self.mean_turns)

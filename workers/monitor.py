@@ -131,12 +131,25 @@ class Monitor:
         # the system's certificates, as for the requests themselves; httpx would take its own list
         verify = ssl.create_default_context()
         self._client = httpx.AsyncClient(verify=verify, timeout=self.timeout_s, limits=limits, follow_redirects=False, trust_env=False)
-        first = await asyncio.gather(*(self.check(endpoint) for endpoint in self.endpoints), return_exceptions=True)
-        for endpoint, outcome in zip(self.endpoints, first, strict=True):
+        endpoints = list(self.endpoints)
+        first = await asyncio.gather(*(self.check(endpoint) for endpoint in endpoints), return_exceptions=True)
+        for endpoint, outcome in zip(endpoints, first, strict=True):
             if isinstance(outcome, Exception):  # one odd worker must not keep the others from being used
                 logger.error("probe of worker %s failed unexpectedly", endpoint.id, exc_info=outcome)
-        for endpoint in self.endpoints:
+        for endpoint in endpoints:
             self._tasks[endpoint.id] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint.id}")
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Watch one more; where the monitor runs already, it is probed at once."""
+        self.endpoints.append(endpoint)
+        if self._client is not None:
+            self._tasks[endpoint.id] = asyncio.create_task(self._watch(endpoint, pause=False), name=f"watch {endpoint.id}")
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """Watch it no longer. Nothing is told of it any more, but for a probe that somebody else asked for."""
+        self.endpoints.remove(endpoint)
+        if (task := self._tasks.pop(endpoint.id, None)) is not None:
+            task.cancel()
 
     async def stop(self) -> None:
         for task in self._tasks.values():
@@ -145,10 +158,12 @@ class Monitor:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _watch(self, endpoint: Endpoint) -> None:
+    async def _watch(self, endpoint: Endpoint, pause: bool = True) -> None:
         until_scrape = 0.0
         while True:
-            await asyncio.sleep(self.interval_s if endpoint.up else self.interval_s / 2)
+            if pause:
+                await asyncio.sleep(self.interval_s if endpoint.up else self.interval_s / 2)
+            pause = True
             try:
                 if not endpoint.up or self._silent_s(endpoint) > max(self.interval_s, _LIVELY_S):
                     await self.check(endpoint)

@@ -22,8 +22,9 @@ from kvindex.index import KVIndex
 WORKERS = ["w0", "w1", "w2", "w3"]
 MakeIndex = Callable[[], KVIndex]
 
-# The fixture only makes indexes, so it may be shared by the examples of one property.
-property_test = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The fixture only makes indexes, so it may be shared by the examples of one property; and several backends share the suite.
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+property_test = settings(max_examples=150, deadline=None, suppress_health_check=SHARED)
 
 
 def chains(count: int = 4, length: int = 40) -> list[list[int]]:

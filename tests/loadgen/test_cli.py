@@ -89,6 +89,19 @@ def test_replay_compares_policies_in_a_table_and_json(trace: Path, tmp_path: Pat
     assert "TTFT p50 / p90 / p99" in result.output
 
 
+def test_replay_over_several_gateways_says_so(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_replay", cli.replay)
+
+    async def scenario() -> Result:
+        async with FakeWorker() as one, FakeWorker() as other:
+            urls = ["--url", one.url, "--url", f"{other.url}/v1/", "--spread", "session"]
+            return await invoke_in_thread("replay", trace, *urls, "--requests", "12", "--time-scale", "0", "--ramp", "0")
+
+    result = asyncio.run(scenario())
+    assert result.exit_code == 0, result.output
+    assert "spread over 2 gateways by session" in result.output
+
+
 def test_replay_fails_when_every_request_does(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_replay", cli.replay)
 

@@ -113,6 +113,41 @@ async def test_subagents_run_side_by_side_and_their_parent_waits_for_them() -> N
     assert set(order[2:4]) == {"parent/x", "parent/y"}
 
 
+async def test_requests_are_spread_over_gateways_in_the_same_way_for_the_same_seed() -> None:
+    async def shares(seed: int, **options: Any) -> list[list[tuple[str, int]]]:
+        """What each of three gateways was sent: (session, length of the prompt)."""
+        async with FakeWorker() as a, FakeWorker() as b, FakeWorker() as c:
+            sessions = [growing(str(n)) for n in range(12)]
+            more = (b.url, c.url)
+            await replay(ReplayOptions(sessions, a.url, more_urls=more, ramp_s=0.0, seed=seed, policies=("warm",), **options))
+            assert [gateway.policies for gateway in (a, b, c)] == [["warm"]] * 3
+            return [sorted((seen.session, len(seen.text)) for seen in gateway.seen) for gateway in (a, b, c)]
+
+    by_request = await shares(1, live_sessions=1)
+    assert sum(map(len, by_request)) == 48 and min(map(len, by_request)) > 0
+    assert by_request == await shares(1, live_sessions=8)
+    assert by_request != await shares(2)
+    by_session = [{session for session, _ in share} for share in await shares(1, spread="session")]
+    assert sum(map(len, by_session)) == 12 and min(map(len, by_session)) > 0
+
+
+async def test_subagents_stay_at_their_sessions_gateway() -> None:
+    async with FakeWorker() as a, FakeWorker() as b:
+        parents = [growing(f"p{n}", 2) for n in range(8)]
+        for parent in parents:
+            parent.requests[0].spawns = [growing(f"{parent.id}/x", 2)]
+        await replay(ReplayOptions(parents, a.url, more_urls=(b.url,), spread="session", ramp_s=0.0))
+        at_a, at_b = ({seen.session.partition("/")[0] for seen in gateway.seen} for gateway in (a, b))
+    assert not at_a & at_b and len(at_a | at_b) == 8
+
+
+async def test_one_of_several_gateways_that_is_gone_costs_only_its_own_requests() -> None:
+    async with FakeWorker() as worker:
+        options = ReplayOptions([growing("a", 100)], worker.url, more_urls=("http://127.0.0.1:9",), ramp_s=0.0)
+        result = (await replay(options)).runs["current"]
+    assert result.requests == 100 and result.errors == 100 - len(worker.seen) and len(worker.seen) > 20
+
+
 async def test_policies_are_set_in_turn_with_prompts_of_their_own() -> None:
     async with FakeWorker() as worker:
         options = ReplayOptions([growing("a", scope="global")], worker.url, policies=("warm", "round-robin"), ramp_s=0.0)

@@ -9,14 +9,16 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvindex.index import KVIndex
 from kvindex.memory import MemoryIndex
 from kvindex.routing_memory import RoutingMemory
 from routing.fleet import Worker
+from routing.others import Others
 from routing.router import Decision, Router, RouteRequest
-from routing.sessions import SessionTable
+from routing.sessions import SessionRecord, SessionTable
 from workers.latency import LatencyModel
 from workers.profile import WorkerProfile
 
@@ -25,11 +27,16 @@ MODEL = "m"
 
 
 def new_router(
-    workers: int | list[WorkerProfile] = 4, *, policy: str = "warm", session_ttl_s: float = 900.0, memory_ttl_s: float = 3600.0
+    workers: int | list[WorkerProfile] = 4,
+    *,
+    policy: str = "warm",
+    session_ttl_s: float = 900.0,
+    memory_ttl_s: float = 3600.0,
+    index: KVIndex | None = None,
 ) -> Router:
     """A router over equal workers w0, w1 ..., or over these profiles."""
     profiles = [WorkerProfile()] * workers if isinstance(workers, int) else workers
-    index = MemoryIndex()
+    index = index if index is not None else MemoryIndex()
     router = Router(
         index, RoutingMemory(index, ttl_s=memory_ttl_s), block_units=BLOCK, policy=policy, sessions=SessionTable(ttl_s=session_ttl_s)
     )
@@ -76,29 +83,51 @@ class VirtualFleet:
     """Runs clients against a router until all have had their turns."""
 
     def __init__(self, router: Router):
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
         self.router = router
+        self.running = 0  # clients that have turns left
         self.now = 0.0
         self.decisions: list[Decision] = []
         self.requests: Counter[str] = Counter()
         self.ttfts: list[float] = []
+        self.prompt_tokens = self.hit_tokens = 0.0
         self._engines = {name: _Engine(worker.profile.latency_model()) for name, worker in router.workers.items()}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def start(self, client: Client, when: float) -> None:
+        self.running += 1
         self.at(when, lambda: self._ask(client))
+
+    def decide(self, client: Client) -> Decision:
+        """Where the client's next request goes."""
+        return self.router.decide(request(client.hashes, client.name), self.now)
+
+    def cached_tokens(self, client: Client, decision: Decision) -> float:
+        """What the worker really holds of it."""
+        return decision.cached_tokens
+
+    def learn(self, decision: Decision, cached_tokens: float, ttft_s: float) -> None:
+        self.router.learn(decision, prompt_tokens=round(decision.prompt_tokens), cached_tokens=round(cached_tokens), ttft_s=ttft_s)
 
     def run(self) -> None:
         while self._events:
             self.now, _, what = heapq.heappop(self._events)
             what()
+            self.handled()
+
+    def handled(self) -> None:
+        """After each event."""
 
     def _ask(self, client: Client) -> None:
         asked = self.now
-        decision = self.router.decide(request(client.hashes, client.name), asked)
+        self.running -= 1
+        decision = self.decide(client)
+        cached = self.cached_tokens(client, decision)
+        self.prompt_tokens += decision.prompt_tokens
+        self.hit_tokens += cached
         self.decisions.append(decision)
         name = decision.worker.id
         self.requests[name] += 1
@@ -106,27 +135,147 @@ class VirtualFleet:
         client.turns_left -= 1
         engine = self._engines[name]
         started = max(asked, engine.free_at)
-        uncached = max(decision.prompt_tokens - decision.cached_tokens, 1.0)
+        uncached = max(decision.prompt_tokens - cached, 1.0)
         engine.free_at = first = started + engine.model.prefill_s(uncached, decision.prompt_tokens)
-        self.at(first, lambda: self._first_token(client, decision, first - asked))
+        self.at(first, lambda: self._first_token(client, decision, cached, first - asked))
 
-    def _first_token(self, client: Client, decision: Decision, ttft: float) -> None:
+    def _first_token(self, client: Client, decision: Decision, cached: float, ttft: float) -> None:
         decision.reservation.first_token(self.now)
         self.ttfts.append(ttft)
         engine = self._engines[decision.worker.id]
         engine.decoding += 1
         step = engine.model.step_s(engine.decoding, engine.decoding * decision.prompt_tokens)
-        self.at(self.now + client.output_tokens * step, lambda: self._finished(client, decision, ttft))
+        self.at(self.now + client.output_tokens * step, lambda: self._finished(client, decision, cached, ttft))
 
-    def _finished(self, client: Client, decision: Decision, ttft: float) -> None:
+    def _finished(self, client: Client, decision: Decision, cached: float, ttft: float) -> None:
         decision.reservation.release(self.now)
         self._engines[decision.worker.id].decoding -= 1
-        self.router.learn(
-            decision, prompt_tokens=round(decision.prompt_tokens), cached_tokens=round(decision.cached_tokens), ttft_s=ttft
-        )
+        self.learn(decision, cached, ttft)
         client.hashes = client.hashes + blocks(client.grows())
         if client.turns_left:
             self.start(client, self.now + client.thinks())
+
+
+class _Written(MemoryIndex):
+    """A gateway's local index: what is stored and removed there reaches the shared one a little later."""
+
+    def __init__(self, write: Callable[[str, str, list[int]], None]):
+        super().__init__()
+        self._write = write
+
+    def store(self, worker: str, hashes: Iterable[int]) -> None:
+        hashes = list(hashes)
+        super().store(worker, hashes)
+        self._write("store", worker, hashes)
+
+    def remove(self, worker: str, hashes: Iterable[int]) -> None:
+        hashes = list(hashes)
+        super().remove(worker, hashes)
+        self._write("remove", worker, hashes)
+
+    def clear(self, worker: str) -> None:
+        super().clear(worker)
+        self._write("clear", worker, [])
+
+
+class SharedFleet(VirtualFleet):
+    """Several gateways, each turn through any of them. Workers have a real KV cache (least recently used blocks go first).
+
+    What gateways tell each other, the shared index and the sessions' records take `delay_s`; without `shares` they tell nothing.
+    """
+
+    def __init__(
+        self,
+        gateways: int,
+        workers: int | list[WorkerProfile] = 4,
+        *,
+        seed: int = 0,
+        delay_s: float = 0.005,
+        shares: bool = True,
+        sticky: bool = False,
+    ) -> None:
+        self.delay_s = delay_s
+        self.shares = shares
+        self.sticky = sticky
+        self.gateway_of: dict[str | None, int] = {}
+        self.stayed = 0.0  # share of later turns at their session's first worker
+        self.errors: list[float] = []  # predicted minus held tokens, over prompt tokens
+        self.index = MemoryIndex()  # the shared one; holders are "gateway|holder"
+        self.records: dict[bytes, bytes] = {}
+        self.routers: list[Router] = []
+        for number in range(gateways):
+            self.routers.append(new_router(workers, index=_Written(lambda *op, name=f"g{number}": self._written(name, *op))))
+        super().__init__(self.routers[0])
+        self.others = [Others(router, f"g{number}") for number, router in enumerate(self.routers)]
+        self._draw = random.Random(seed)
+        self._published = [False] * gateways
+        self._truth = MemoryIndex()
+        self._caches = RoutingMemory(self._truth)
+        for worker in self.router.workers.values():
+            self._caches.set_capacity(worker.id, int(worker.profile.kv_capacity_tokens / 128))
+        if shares:
+            for number in range(gateways):
+                self._publish(number, True)
+            self.at(0.0, self._publish_all)
+
+    def decide(self, client: Client) -> Decision:
+        if self.sticky:
+            number = self.gateway_of.setdefault(client.name, self._draw.randrange(len(self.routers)))
+        else:
+            number = self._draw.randrange(len(self.routers))
+        router = self.routers[number]
+        asked = request(client.hashes, client.name)
+        known: dict[str, int] | None = None
+        if self.shares:
+            known = {}
+            for holder, depth in self.index.match(client.hashes).items():
+                worker = holder.partition("|")[2]
+                known[worker] = max(depth, known.get(worker, 0))
+            if (session_id := router.session_id(asked)) is not None:
+                asked.shared = SessionRecord.decode(self.records.get(session_id, b""))
+        decision = router.decide(asked, self.now, known=known)
+        if self.shares and (record := decision.session_record()) is not None:
+            self.at(self.now + self.delay_s, lambda: self.records.__setitem__(asked.session_id or b"", record.encode()))
+        return decision
+
+    def cached_tokens(self, client: Client, decision: Decision) -> float:
+        name = decision.worker.id
+        held = self._truth.match(client.hashes).get(name, 0)
+        self._caches.record(name, client.name, client.hashes, self.now)
+        cached = held * decision.prompt_tokens / len(client.hashes)
+        self.errors.append((decision.by_memory - cached) / decision.prompt_tokens)
+        return cached
+
+    def learn(self, decision: Decision, cached_tokens: float, ttft_s: float) -> None:
+        router = self.routers[int(decision.gateway[1:])]
+        router.learn(decision, prompt_tokens=round(decision.prompt_tokens), cached_tokens=round(cached_tokens), ttft_s=ttft_s)
+
+    def handled(self) -> None:
+        if self.shares:
+            for number, router in enumerate(self.routers):
+                if not self._published[number] and (router.touched or router.sessions.new_claims):
+                    self._published[number] = True
+                    self.at(self.now + self.delay_s / 2, lambda number=number: self._publish(number, False))  # type: ignore[misc]
+
+    def _publish_all(self) -> None:
+        for number, others in enumerate(self.others):
+            others.expire(self.now)
+            self._publish(number, True)
+        if self.running or any(worker.in_flight for router in self.routers for worker in router.workers.values()):
+            self.at(self.now + 0.5, self._publish_all)
+
+    def _publish(self, number: int, full: bool) -> None:
+        self._published[number] = self._published[number] and full
+        message = self.others[number].message(self.now, full)
+        if message is not None:
+            for others in self.others:
+                self.at(self.now + self.delay_s / 2, lambda others=others: others.heard(message, self.now))  # type: ignore[misc]
+
+    def _written(self, gateway: str, what: str, holder: str, hashes: list[int]) -> None:
+        if self.shares:
+            name = f"{gateway}|{holder}"
+            operation = {"store": self.index.store, "remove": self.index.remove}.get(what)
+            self.at(self.now + self.delay_s, lambda: operation(name, hashes) if operation else self.index.clear(name))
 
 
 def agents(count: int, turns: int, seed: int, *, shared: list[int], own: int, named: bool = True) -> list[Client]:
