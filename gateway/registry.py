@@ -90,6 +90,7 @@ class Registry:
         self._line = registry_line(redis_target(redis), self._prefix, self._came_back)
         self._connected = asyncio.Event()
         self._members: dict[str, _Member] = {}
+        self._at: dict[tuple[str, int], str] = {}  # host and port -> the member there, unless it has left
         self._lines: dict[bytes, Entry] = {}  # those that were read lately, so that they are not read anew each second
         self._places: dict[str, _Place] = {}  # by worker
         self._resolving: dict[str, asyncio.Task[None]] = {}
@@ -163,10 +164,10 @@ class Registry:
                 if not stored:
                     raise EntryRefused(f"its entry has more than {MOST_BYTES} bytes")
                 line, beat = self._seal.open(stored, time.time())
-                entry = self._lines.get(line) or unpacked(line, worker_id)
-                if entry.id != worker_id:
-                    raise EntryRefused("its entry is that of another worker")
-                self._check_name(entry)
+                entry = self._lines.get(line)
+                if entry is None or entry.id != worker_id:
+                    entry = unpacked(line, worker_id)
+                    self._check_name(entry)
             except EntryRefused as why:
                 self._refuse(worker_id, str(why))
                 refused.add(worker_id)
@@ -175,7 +176,9 @@ class Registry:
             genuine[worker_id] = line, entry, beat
         self._lines = lines
         self._take_out(genuine, refused, now)
-        for worker_id, (line, entry, beat) in genuine.items():
+        for number, (worker_id, (line, entry, beat)) in enumerate(genuine.items()):
+            if number % PORTION == PORTION - 1:
+                await asyncio.sleep(0)
             self._take_in(worker_id, line, entry, beat, now)
         for worker_id in self._places.keys() - genuine.keys() - self._members.keys():
             del self._places[worker_id]
@@ -211,14 +214,18 @@ class Registry:
 
     def _leaves(self, worker_id: str, why: str) -> None:
         logger.warning("worker %s has left: %s", worker_id, why)
-        self._members[worker_id].left_at = asyncio.get_running_loop().time()
+        member = self._members[worker_id]
+        member.left_at = asyncio.get_running_loop().time()
+        self._at.pop(_host_port(member.entry.url), None)
         self._fleet.leave(worker_id)
 
     def _is_idle(self, worker_id: str) -> bool:
         return not any(worker.in_flight for worker in self._fleet.workers_of(worker_id))
 
     def _forget(self, worker_id: str) -> None:
-        del self._members[worker_id]
+        member = self._members.pop(worker_id)
+        if member.left_at is None:
+            self._at.pop(_host_port(member.entry.url), None)
         self._fleet.remove(worker_id)
 
     def _take_in(self, worker_id: str, line: bytes, entry: Entry, beat: Beat, now: float) -> None:
@@ -232,7 +239,8 @@ class Registry:
             logger.info("worker %s is another one now", worker_id)
             self._forget(worker_id)
             member = None
-        if (member is None or member.left_at is not None) and (other := self._other_at(entry)) is not None:
+        arrives = member is None or member.left_at is not None
+        if arrives and (other := self._at.setdefault(_host_port(entry.url), worker_id)) != worker_id:
             self._refuse(worker_id, f"its URL is that of the registered worker {other}")
             return
         if member is None:
@@ -251,12 +259,6 @@ class Registry:
             self._events_changed(worker_id, member.events, beat.events)
             member.events = beat.events
         self._check_blocks(entry)
-
-    def _other_at(self, entry: Entry) -> str | None:
-        """Another worker that takes requests at the entry's address."""
-        place = _host_port(entry.url)
-        others = (other for other in self._members.values() if other.left_at is None and other.entry.id != entry.id)
-        return next((other.entry.id for other in others if _host_port(other.entry.url) == place), None)
 
     def _as_configured(self, entry: Entry, used: str) -> WorkerConfig:
         profile = {name: getattr(entry.profile, name) for name in entry.profile.model_fields_set}
