@@ -4,6 +4,8 @@ Three gateways that share by Redis serve agent sessions whose turns go to any of
 killed and comes back empty, fails over to its replica by Sentinel, or a gateway is killed. Each trouble is measured against the time
 before it, in the same run: errors, TTFT, the share of prompt tokens that were cached, and how long until all is whole again.
 
+Run from the project's folder: python -m benchmarks.outage
+
 A turn that meets the killed gateway is sent to another one by its client, as SDKs do; it is counted as sent again.
 """
 
@@ -135,7 +137,7 @@ class Pool:
 
     async def metric(self, name: str, number: int) -> float:
         """The sum of a metric's samples at one gateway."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:  # loading certificates would hold up the load
             text = (await client.get(f"{self.urls[number]}/metrics", timeout=5.0)).text
         return sum(float(value) for value in re.findall(rf"^warmroute_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
@@ -154,7 +156,7 @@ class Pool:
         while not await self.whole(living):
             if time.perf_counter() - started > limit_s:
                 raise SystemExit(f"the pool was not whole again within {limit_s:g} s")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.25)  # a scrape costs a gateway some 10 ms
         return time.perf_counter() - started
 
 
@@ -194,8 +196,8 @@ async def measure(freeze_s: float, before_s: float, after_s: float, only: list[s
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmroute-")))
             if name == "failover":
                 pair = await stack.enter_async_context(sentinel_pair())
-                nodes = json.dumps(list(pair.nodes))
-                settings = {"WARMROUTE_INDEX__REDIS__SENTINEL_MASTER": pair.name, "WARMROUTE_INDEX__REDIS__NODES": nodes}
+                nodes = json.dumps(pair.nodes)
+                settings = {"WARMROUTE_INDEX__REDIS__SENTINEL_MASTER": pair.MASTER, "WARMROUTE_INDEX__REDIS__NODES": nodes}
                 pool = Pool(scratch, stack, settings)
 
                 async def trouble(pool: Pool, load: Load) -> float:

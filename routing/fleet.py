@@ -55,6 +55,14 @@ class Reservation:
             worker.decoding += 1
             worker.touched.add(worker)
 
+    def shorten(self, seconds: float) -> None:
+        """So much of the prefill turns out to be another request's."""
+        if self.phase == self.PREFILL:
+            seconds = min(seconds, self.prefill_s)
+            self.prefill_s -= seconds
+            self.worker.pending_s -= seconds
+            self.worker.touched.add(self.worker)
+
     def release(self, now: float) -> None:
         """The request is over, however it ended."""
         if self.phase == self.RELEASED:

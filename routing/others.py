@@ -60,7 +60,8 @@ class Others:
 
         `workers` has those that changed: [wait_s, prefilling, decoding, active_tokens, live_sessions, working_set_tokens,
         computed_tokens]. In a full message a worker that is left out has none of all. `rates` are arrivals and seconds of prefill
-        work per second, then the same of later turns. `taken` claims sessions: [id in hex, turns].
+        work per second, then the same of later turns. `taken` claims sessions: [id in hex, turns]. `placed` are new sessions since the
+        last message: [ticket, worker, root].
         """
         router, sessions = self.router, self.router.sessions
         touched, claims = router.touched, sessions.new_claims
@@ -79,11 +80,13 @@ class Others:
         else:
             workers = {worker.id: worker.share(now) for worker in touched}
         touched.clear()
+        placed = list(router.tickets.placed)
+        router.tickets.placed.clear()
         self._seq += 1
         return {
             "gateway": self.gateway_id, "seq": self._seq, "full": full, "workers": workers,
             "rates": [round(rate, 4) for rate in router.congestion.own(now)], "sessions": sessions.counted,
-            "taken": [[session_id.hex(), turns] for session_id, turns in taken],
+            "taken": [[session_id.hex(), turns] for session_id, turns in taken], "placed": placed,
         }  # fmt: skip
 
     def gone(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Others:
 
     def expire(self, now: float) -> None:
         """Forget gateways that have been silent for a lease's time: to be called about twice a second."""
+        self.router.tickets.expire(now)
         for name in [name for name, gateway in self._gateways.items() if gateway.heard_at < now - self.lease_s]:
             logger.warning("gateway %s has not been heard of for %g s: its load counts no more", name, self.lease_s)
             self._forget(name, now)
@@ -123,11 +127,11 @@ class Others:
         rates = _rates(message["rates"])
         shares = {worker: Share.read(numbers) for worker, numbers in message["workers"].items()}
         taken = [(bytes.fromhex(session_id), _count(turns)) for session_id, turns in message["taken"]]
+        placed = [(_count(ticket), str(worker), _count(root)) for ticket, worker, root in message["placed"]]
 
         gateway = self._gateways.get(name)
         if gateway is None:
             gateway = self._gateways[name] = _Gateway(now)
-            self._take_place()
         elif seq <= gateway.seq:
             return
         gateway.heard_at, gateway.seq = now, seq
@@ -140,12 +144,13 @@ class Others:
         for worker_id, share in shares.items():
             if (worker := known.get(worker_id)) is not None:
                 before = worker.others.get(name)
-                if not full and share.prefilling > (before.prefilling if before is not None else 0):
-                    self.router.placing[name] = now
                 worker.hear(name, share, now)
                 if before is not None and share.computed > before.computed:
                     self.router.others_computed(worker, share.computed - before.computed, now)
                 gateway.workers.add(worker_id)
+        for ticket, worker_id, root in placed:
+            if (worker := known.get(worker_id)) is not None:
+                self.router.tickets.told(ticket, root, worker, now)
         gateway.rates, gateway.sessions = rates, sessions
         for session_id, turns in taken:
             self.router.sessions.claimed(session_id, turns, name)
@@ -155,23 +160,16 @@ class Others:
         gateway = self._gateways.pop(name, None)
         if gateway is None:
             return
-        self.router.placing.pop(name, None)
         for worker_id in gateway.workers:
             if (worker := self.router.workers.get(worker_id)) is not None:
                 worker.hear(name, None, now)
         self._add_up()
-        self._take_place()
 
     def _add_up(self) -> None:
         gateways = self._gateways.values()
         self.router.sessions.others_live = sum([gateway.sessions for gateway in gateways])
         arrivals, work, later_arrivals, later_work = map(sum, zip(_NO_RATES, *[gateway.rates for gateway in gateways], strict=True))
         self.router.congestion.hear((arrivals, work, later_arrivals, later_work))
-
-    def _take_place(self) -> None:
-        """Gateways begin at evenly spread places of the list of workers."""
-        names = sorted([*self._gateways, self.gateway_id])
-        self.router.rotate(names.index(self.gateway_id) / len(names))
 
 
 def _rates(numbers: Any) -> tuple[float, float, float, float]:
@@ -183,5 +181,5 @@ def _rates(numbers: Any) -> tuple[float, float, float, float]:
 
 def _count(number: Any) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError("a session's turns are not a number")
+        raise ValueError("turns, a ticket or a root is not a number")
     return number

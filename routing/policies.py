@@ -37,8 +37,6 @@ class Placement:
     congestion: Congestion
     now: float
     restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
-    # worker id -> (requests, seconds of prefill) that other gateways have probably assigned there, not yet heard of
-    unheard: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class Terms(NamedTuple):
@@ -155,7 +153,6 @@ class Warm:
         cached, restore = placement.cached, placement.restore
         home = session.home if session is not None else None
         first = home is None
-        unheard = placement.unheard if first else {}
         if (
             home is not None
             and not home.prefilling
@@ -200,12 +197,6 @@ class Warm:
                 neighbours = living = living + worker.others_live_sessions
                 working_set += worker.others_working_set
             wait = worker.wait_s(now) if prefilling or in_flight >= worker.slots else 0.0
-            if unheard and worker.id in unheard:
-                requests, seconds = unheard[worker.id]
-                wait += seconds
-                in_flight += requests
-                if session is not None:
-                    neighbours = living = living + requests
             priced = own * pressure * (wait + own)
             decode = output_tokens * worker.joined_step_s(total)
             evict = 0.0
@@ -229,10 +220,16 @@ class Warm:
 
 def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool) -> None:
     """Put first who carries the fewest sessions among those whose costs are as good as equal; for a request that belongs to no
-    session, who has the fewest requests."""
+    session, who has the fewest requests. The last word has the place in the list, which is the same on every gateway."""
     limit = ranked[0][0] + TIE_S
-    first, second = (1, 2) if comes_back else (2, 1)
-    best = min((entry for entry in ranked if entry[0] < limit), key=lambda entry: (entry[first], entry[second], entry[0]))
+    best = ranked[0]
+    for entry in ranked:
+        cost, living, in_flight, place = entry[:4]
+        if cost >= limit:
+            break
+        first, second = (living - best[1], in_flight - best[2]) if comes_back else (in_flight - best[2], living - best[1])
+        if (first or second or place - best[3]) < 0:
+            best = entry
     ranked.remove(best)
     ranked.insert(0, best)
 

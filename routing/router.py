@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +13,10 @@ from kvindex.routing_memory import RoutingMemory
 from kvindex.token_ratio import TokenRatio
 from routing.calibration import ConfigurationScale
 from routing.elsewhere import EventsElsewhere
-from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Worker
+from routing.fleet import DEFAULT_OUTPUT_TOKENS, Reservation, Share, Worker
 from routing.policies import POLICIES, Congestion, Placement, Policy, Terms
 from routing.sessions import Session, SessionRecord, SessionTable, root_of
+from routing.tickets import Tickets
 from workers.profile import WorkerProfile
 
 # How much a second of decoding weighs against a second before the first token.
@@ -63,6 +63,7 @@ class RouteRequest:
     pinned: str | None = None  # the worker that must take it, when that is up
     session_id: bytes | None = None  # what all gateways know the session by: see `Router.session_id`
     shared: SessionRecord | None = None  # what other gateways know of the session
+    ticket: int = 0  # its place among the new sessions of all gateways, see `tickets`; 0 where it has drawn none
 
 
 _EXPLAINED = ("cost", "wait", "restore", "own", "congestion", "decode", "evict", "crowd", "cached", "live_sessions", "in_flight")
@@ -108,8 +109,6 @@ class Decision:
         }  # fmt: skip
 
 
-# What a gateway does is heard of by the others this much later at most, as long as all is well.
-HEARD_WITHIN_S = 0.01
 ROOT_TOKENS = 128  # conversations of one client that differ only later than this count as one session (text mode: one block)
 # Events come this long after the tokens they tell of, at most: until then a chain that was sent counts as held.
 EVENTS_LAG_S = 5.0
@@ -165,9 +164,7 @@ class Router:
         self.token_blocks: dict[str, int] = {}  # model in token mode -> index block in tokens
         self._elsewhere: dict[str, EventsElsewhere] = {}  # worker -> what another gateway's index says its engine reports
         self.gateway_id = ""
-        self.rotation = 0.0  # where this gateway begins in a list of candidates, as a share of it: see `rotate`
-        self.placing: dict[str, float] = {}  # other gateways -> when they were last heard to have placed requests
-        self._placed: deque[tuple[float, str, float]] = deque()  # this one's last placements: when, worker, seconds of prefill
+        self.tickets = Tickets()
         self.touched: set[Worker] = set()  # workers whose own numbers have changed since somebody emptied this
         self._load_only: set[str] = set()  # workers whose cache is not known well enough to count
         self.congestion = Congestion()
@@ -221,12 +218,6 @@ class Router:
         """Take a worker out of the candidates, or back in."""
         worker.up = up
         self._up.clear()
-
-    def rotate(self, share: float) -> None:
-        """Begin elsewhere in the list of candidates than the other gateways: of workers that look equal each then takes another."""
-        if share != self.rotation:
-            self.rotation = share
-            self._up.clear()
 
     def others_computed(self, worker: Worker, tokens: float, now: float) -> None:
         """Other gateways' requests have filled so many tokens of a worker's cache: routing memory makes room for them."""
@@ -317,9 +308,7 @@ class Router:
             serving = self._serving.get(model)
             if not serving:
                 raise NoWorker(model, known=False)
-            candidates = [worker for worker in serving if worker.up]
-            first = int(self.rotation * len(candidates))
-            candidates = self._up[model] = candidates[first:] + candidates[:first]
+            candidates = self._up[model] = [worker for worker in serving if worker.up]
         if exclude:
             candidates = [worker for worker in candidates if worker not in exclude]
         if not candidates:
@@ -369,8 +358,8 @@ class Router:
         limit = request.max_output_tokens
         output = limit if limit is not None and limit < DEFAULT_OUTPUT_TOKENS else DEFAULT_OUTPUT_TOKENS
         placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now, restore)
-        if self.placing:
-            placement.unheard = self._unheard(now)
+        if request.ticket and session is not None and home is None:
+            self._assume(request, placement, cached, session, candidates)
         ranked = self.policy.rank(placement, candidates)
         worker: Worker = ranked[0][4]
         held = cached.get(worker.id, 0.0)
@@ -386,13 +375,14 @@ class Router:
         # what others with this beginning are still computing may or may not be there when this one starts
         certain = not hashes or all(other.root != hashes[0] for other in worker.prefilling)
         reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None)
-        if self.placing:
-            self._placed.append((now, worker.id, prefill))
         if session is not None:
             self.sessions.placed(session, worker, hashes, total)
             # the chain counts as held from now on, so that siblings in a burst go together
             self.memory.record(worker.id, session.key, hashes, now, known.get(worker.id, 0) if known else 0)
             worker.computed += total - held
+            if request.ticket:
+                self.tickets.place(request.ticket, hashes[0], reservation, held, now)
+                request.ticket = 0  # used up, should the request have to be placed once more
         by_events: float | None = None
         events = self._events_of(worker, known is not None) if request.tokens else None
         if events is not None:
@@ -405,23 +395,23 @@ class Router:
             certain, self.gateway_id,
         )  # fmt: skip
 
-    def _unheard(self, now: float) -> dict[str, tuple[int, float]]:
-        """What other gateways have probably assigned without this one having heard of it: worker id -> (requests, seconds of prefill).
-
-        Gateways that place requests in the same few milliseconds see the same fleet and do the same: all fill the same gap. So each
-        takes it that those who have just been heard to place something do what it has done itself, and fills its share of the gap.
-        """
-        since = now - HEARD_WITHIN_S
-        placed = self._placed
-        while placed and placed[0][0] < since:
-            placed.popleft()
-        placing = sum([heard >= since for heard in self.placing.values()])
-        unheard: dict[str, tuple[int, float]] = {}
-        if placing:
-            for _, worker_id, prefill in placed:
-                requests, seconds = unheard.get(worker_id, (0, 0.0))
-                unheard[worker_id] = requests + placing, seconds + placing * prefill
-        return unheard
+    def _assume(
+        self, request: RouteRequest, placement: Placement, cached: dict[str, float], session: Session, candidates: Sequence[Worker]
+    ) -> None:
+        """Other gateways are placing sessions that drew their tickets before this one, unheard: they do what this one would do."""
+        now, total, root, tickets = placement.now, placement.prompt_tokens, request.hashes[0], self.tickets
+        unheard = tickets.unheard(request.ticket, now)
+        common = max(cached.values(), default=0.0)  # what new sessions like this one begin with
+        if common:
+            for worker in tickets.begin_alike(root, common, total, now):
+                cached[worker.id] = max(common, cached.get(worker.id, 0.0))
+        for ticket in unheard:
+            worker = self.policy.rank(placement, candidates)[0][4]
+            held = cached.get(worker.id, 0.0)
+            share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, self.sessions.expected_peak(session, total), 0.0)
+            tickets.assume(ticket, root, worker, share, held, now)
+            if common > held:
+                cached[worker.id] = common
 
     def failed(self, decision: Decision) -> None:
         """The request was not answered as asked (refused, broken, left by its client): what it was to compute is not there."""

@@ -208,6 +208,7 @@ class SharedFleet(VirtualFleet):
         super().__init__(self.routers[0])
         self.others = [Others(router, f"g{number}") for number, router in enumerate(self.routers)]
         self._draw = random.Random(seed)
+        self._tickets = itertools.count(1)
         self._published = [False] * gateways
         self._truth = MemoryIndex()
         self._caches = RoutingMemory(self._truth)
@@ -233,6 +234,8 @@ class SharedFleet(VirtualFleet):
                 known[worker] = max(depth, known.get(worker, 0))
             if (session_id := router.session_id(asked)) is not None:
                 asked.shared = SessionRecord.decode(self.records.get(session_id, b""))
+            if asked.shared is None:
+                asked.ticket = next(self._tickets)
         decision = router.decide(asked, self.now, known=known)
         if self.shares and (record := decision.session_record()) is not None:
             self.at(self.now + self.delay_s, lambda: self.records.__setitem__(asked.session_id or b"", record.encode()))
