@@ -15,7 +15,7 @@ from kvindex.redis_scripts import DROP, JOIN, MATCH, RELEASE, RENEW, SWEEP, WRIT
 Operation = tuple[Literal["store", "remove", "clear"], str, Sequence[int]]
 """What happened, the holder, the block hashes (none for "clear")."""
 
-BUCKET_BLOCKS = 48  # most a bucket has at capacity, in the mean; one of over 128 would no longer be a listpack (hash-max-listpack-entries)
+BUCKET_BLOCKS = 24  # most a bucket has at capacity, in the mean: short ones are written faster, and one of over 128 would be no listpack
 BUCKET_BITS = (8, 24)  # fewest and most bits that number a bucket
 CALL_BLOCKS = 512  # blocks written by one script call, which keeps Redis busy for 1 to 2 ms
 CALLS_AT_ONCE = 4  # on their way: enough to keep Redis busy, few enough that others do not wait long behind them
@@ -74,9 +74,10 @@ class RedisIndex:
         if not await self._bulk.run(RENEW, self._keys, [self._owner, _ms(lease_s)]):
             raise IndexGone
 
-    async def leave(self) -> None:
-        """Give up the namespace."""
+    async def leave(self) -> bool:
+        """Give up the namespace; returns whether nobody is left, so that what is given up is still to be swept."""
         await self._bulk.run(DROP, self._keys, [self._owner])
+        return not await self._bulk.call("EXISTS", self._key("g"))
 
     async def drop_dead_owners(self) -> int:
         """Drop the namespaces whose lease has ended; returns how many."""
@@ -242,8 +243,8 @@ class ShardedIndex:
     async def renew(self, lease_s: float) -> None:
         await _all(shard.renew(lease_s) for shard in self._shards)
 
-    async def leave(self) -> None:
-        await _all(shard.leave() for shard in self._shards)
+    async def leave(self) -> bool:
+        return any(await _all(shard.leave() for shard in self._shards))
 
     async def drop_dead_owners(self) -> int:
         return sum(await _all(shard.drop_dead_owners() for shard in self._shards))

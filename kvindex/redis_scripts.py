@@ -42,20 +42,13 @@ local state = call('HMGET', meta, 'epoch', 'bits', 'version')
 local bits = tonumber(state[2])
 local bucket_prefix = prefix .. 'b' .. (state[1] or '')
 
+local wide = bits and bits > 16 -- buckets are numbered by three bytes of a hash, or by two
+local step = bits and 2 ^ ((wide and 24 or 16) - bits)
+
 -- The key of the bucket that the hash from `at` on belongs to, and the field in it.
-local place
-if bits and bits <= 16 then
-  local step = 2 ^ (16 - bits)
-  place = function(hashes, at)
-    local a, b = byte(hashes, at, at + 1)
-    return bucket_prefix .. char(a, b - b % step), sub(hashes, at, at + 7)
-  end
-elseif bits then
-  local step = 2 ^ (24 - bits)
-  place = function(hashes, at)
-    local a, b, c = byte(hashes, at, at + 2)
-    return bucket_prefix .. char(a, b, c - c % step), sub(hashes, at, at + 7)
-  end
+local function place(hashes, at)
+  local a, b, c = byte(hashes, at, at + 2)
+  return bucket_prefix .. (wide and char(a, b, c - c % step) or char(a, b - b % step)), sub(hashes, at, at + 7)
 end
 """
 
@@ -85,9 +78,9 @@ end
 # ARGV: the chain, 8 bytes a block. Reply: nothing where there is no index; else the slot table's version, and for each depth that
 # somebody reaches, packed: depth (4 bytes), number of slots (2), the slots (2 each), all big-endian.
 #
-# Groups of slots that hold block `low` and not block `high` are searched in turn. Looking at the block in the middle moves the whole
-# group's low or high, or splits off those that hold it as a group of their own. So the ranges of groups never overlap, and no
-# block is looked at twice.
+# Holders are nearly prefix-closed, so the set of those who hold a block changes at few places along a chain, and where the sets of two
+# blocks are equal nothing changes between them. So the places are found by bisection that only compares whole sets; who reaches
+# how far is worked out once, from the few sets that are left.
 MATCH = Script(
     "#!lua flags=no-writes"
     + _HEAD
@@ -100,56 +93,47 @@ local first = count > 0 and call('HGET', place(chain, 1))
 if not first then return {state[3], ''} end
 
 local floor = math.floor
-local group_of = {}
-for at = 1, #first, 2 do group_of[sub(first, at, at + 1)] = 1 end
-local groups, group = 1, 1
-local lows, highs, sizes, sets = {0}, {count}, {#first / 2}, {first}
-local middle = count - 1 -- many hold the chain whole
-while group <= groups do
-  local low, high, size, all = lows[group], highs[group], sizes[group], sets[group]
-  middle = middle or floor((low + high) / 2)
+local ends, sets, found = {}, {}, 0 -- where a set of holders ends (blocks from the begin), and the set, in the chain's order
+local last = count > 1 and (call('HGET', place(chain, count * 8 - 7)) or '') or first
+
+-- Block `low` is held by `at_low` and block `high` by `at_high`, which differ: find all places between them where the set changes.
+local function search(low, at_low, high, at_high)
   while high - low > 1 do
-    local held = call('HGET', place(chain, middle * 8 + 1))
-    if held == all then
+    local middle = floor((low + high) / 2)
+    local held = call('HGET', place(chain, middle * 8 + 1)) or ''
+    if held == at_low then
       low = middle
-    elseif not held then
+    elseif held == at_high then
       high = middle
     else
-      local holding, number = {}, 0
-      for at = 1, #held, 2 do
-        local slot = sub(held, at, at + 1)
-        if group_of[slot] == group then
-          number = number + 1
-          holding[number] = slot
-        end
-      end
-      if number == size then
-        low, all = middle, held
-      else
-        if number > 0 then
-          groups = groups + 1
-          lows[groups], highs[groups], sizes[groups], sets[groups] = middle, high, number, held
-          for index = 1, number do group_of[holding[index]] = groups end
-          size = size - number
-        end
-        high = middle
-      end
+      search(low, at_low, middle, held)
+      low, at_low = middle, held
     end
-    middle = floor((low + high) / 2)
   end
-  lows[group], sizes[group], middle = low, size, nil
-  group = group + 1
+  found = found + 1
+  ends[found], sets[found] = low + 1, at_low
 end
 
-if groups == 1 then return {state[3], pack('>I4I2', lows[1] + 1, sizes[1]) .. first} end
-local reply = {}
-for number = 1, groups do reply[number] = {pack('>I4I2', lows[number] + 1, sizes[number])} end
-for at = 1, #first, 2 do
-  local slot = sub(first, at, at + 1)
-  local part = reply[group_of[slot]]
-  part[#part + 1] = slot
+if last ~= first then search(0, first, count - 1, last) end
+if last ~= '' then
+  found = found + 1
+  ends[found], sets[found] = count, last
 end
-for number = 1, groups do reply[number] = table.concat(reply[number]) end
+
+-- A slot's depth is where the last of the sets that hold it ends, counted from the first set without a gap.
+local searched, reply, in_set = {}, {}, {}
+for at = 1, #first, 2 do searched[#searched + 1] = sub(first, at, at + 1) end
+for number = 1, found do
+  local following = number < found and sets[number + 1] or ''
+  for at = 1, #following, 2 do in_set[sub(following, at, at + 1)] = number end
+  local kept, gone = {}, {}
+  for _, slot in ipairs(searched) do
+    if in_set[slot] == number then kept[#kept + 1] = slot else gone[#gone + 1] = slot end
+  end
+  if #gone > 0 then reply[#reply + 1] = pack('>I4I2', ends[number], #gone) .. table.concat(gone) end
+  if #kept == 0 then break end
+  searched = kept
+end
 return {state[3], table.concat(reply)}
 """
 )
@@ -203,7 +187,9 @@ local function store(slot, hashes)
   local before, after -- neighbours in a chain mostly have the same holders
   local new = true -- and mostly are all new or all known
   for at = 1, #hashes, 8 do
-    local bucket, block = place(hashes, at)
+    local a, b, c = byte(hashes, at, at + 2) -- as `place`, without a call for each block
+    local bucket = bucket_prefix .. (wide and char(a, b, c - c % step) or char(a, b - b % step))
+    local block = sub(hashes, at, at + 7)
     if not new or call('HSETNX', bucket, block, slot) == 0 then
       local held = call('HGET', bucket, block)
       new = not held

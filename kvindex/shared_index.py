@@ -18,6 +18,7 @@ JOURNAL_BLOCKS = 1_000_000  # more unwritten changes than that, and all is uploa
 JOURNAL_COMMANDS = 10_000
 RETRY_S = 0.5
 SWEEP_PAUSE_S = 0.01  # between parts of a sweep, each about 1 ms of Redis
+LAST_SWEEP_S = 5.0  # how long the last gateway of a pool may take to leave nothing behind
 
 _FAILURES = (IndexGone, RedisUnavailable, RedisRefused)
 
@@ -71,7 +72,7 @@ class SharedIndex:
             ]
 
     async def close(self) -> None:
-        """Stop, and give up the namespace if Redis is there."""
+        """Stop, and give up the namespace if Redis is there. The last one to leave tidies up."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -81,7 +82,8 @@ class SharedIndex:
             for future in self._waiting:
                 future.cancel()
             try:
-                await self._remote.leave()
+                if await self._remote.leave():
+                    await self._sweep(LAST_SWEEP_S)
             except _FAILURES:
                 pass  # its lease ends soon
 
@@ -243,11 +245,11 @@ class SharedIndex:
                     self.resync()
             except (RedisUnavailable, RedisRefused):
                 continue
-            await self._sweep()
+            await self._sweep(self._lease_s / 4)  # then the lease is to be renewed
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, most_s: float) -> None:
         loop = asyncio.get_running_loop()
-        end = loop.time() + self._lease_s / 4  # then the lease is to be renewed
+        end = loop.time() + most_s
         left = 1
         while left and loop.time() < end:
             try:
