@@ -2,7 +2,7 @@
 # make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
 # make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
 # make test-engine   those that need real vLLM engines, installed on first use into ~/.cache/warmroute (2 GB)
-# make lint      ruff and mypy;   make bench     the benchmarks;   make lock  new pins from pyproject.toml
+# make lint      ruff and mypy;   make bench     the benchmarks (some need redis-server);   make lock  new pins from pyproject.toml
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,6 +32,8 @@ demo: setup
 	@$(BIN)/python -m loadgen.demo $(ARGS)
 
 test: setup
+	@command -v redis-server >/dev/null || \
+		echo "redis-server is not installed: the tests of what gateways share are skipped; on Debian and Ubuntu: apt-get install redis-server"
 	$(BIN)/python -m pytest -m "not e2e and not slow and not engine" $(ARGS)
 
 test-e2e: setup
@@ -49,6 +51,11 @@ bench: setup
 	$(BIN)/python benchmarks/turn_tokens.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/overhead.py
+	results=$$(mktemp -d) && trap 'rm -rf "$$results"' EXIT && \
+		$(BIN)/python benchmarks/index.py --backend redis --json "$$results/index.json" && \
+		$(BIN)/python benchmarks/scale.py "$$results/index.json"
+	$(BIN)/python benchmarks/gateways.py
+	$(BIN)/python -m benchmarks.outage
 
 lock: setup
 	$(BIN)/python -m pip install -q uv

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.config import KVEvents, RedisConfig
 from gateway.registry import INDEX_BLOCKS, registry_line
-from gateway.sharing import redis_target
+from gateway.sharing import redis_target, remote_index
 from gateway.worker_entries import (
     BEAT_S,
     LEASE_S,
@@ -34,7 +34,7 @@ from gateway.worker_entries import (
     set_key,
 )  # fmt: skip
 from kvindex.memory import MemoryIndex
-from kvindex.redis_index import RedisIndex, ShardedIndex, key_prefix
+from kvindex.redis_index import key_prefix
 from kvindex.redis_line import Line, RedisRefused, RedisUnavailable
 from kvindex.shared_index import SharedIndex
 from routing.fleet import Worker
@@ -217,25 +217,18 @@ class Agent:
         redis, owner = self._redis, f"agent-{self._run.decode()}"
         target = redis_target(redis)
 
-        def line(shard: int | None) -> Line:
-            made = registry_line(target, key_prefix(redis.pool, shard), lambda: index.resync(), "redis index")
-            stack.push_async_callback(made.close)
-            return made
+        lines: list[Line] = []
 
-        # an index line of its own: replays are bulk, and the entry must not wait behind them
-        first = line(0 if redis.shards > 1 and redis.cluster else None)
-        remote: RedisIndex | ShardedIndex
-        lines = [first]
-        if redis.shards == 1:
-            remote = RedisIndex(first, redis.pool, owner, capacity_blocks=INDEX_BLOCKS)
-        else:
-            if redis.cluster:  # each part may be on another node
-                lines += [line(shard) for shard in range(1, redis.shards)]
-            remote = ShardedIndex(
-                [RedisIndex(lines[at % len(lines)], redis.pool, owner, capacity_blocks=1, shard=at) for at in range(redis.shards)]
-            )
-            remote.resize(INDEX_BLOCKS)
-        index = SharedIndex(MemoryIndex(), remote, first)
+        # lines of its own: replays are bulk, and the entry must not wait behind them
+        def lines_of(shard: int | None) -> tuple[Line, Line]:
+            if not lines or redis.cluster:
+                lines.append(registry_line(target, key_prefix(redis.pool, shard), lambda: index.resync(), "redis index"))
+                stack.push_async_callback(lines[-1].close)
+            return lines[-1], lines[-1]
+
+        remote = remote_index(redis, owner, lines_of)
+        remote.resize(INDEX_BLOCKS)
+        index = SharedIndex(MemoryIndex(), remote, lines[0])
         for made in lines:
             await made.start()
         await index.start()

@@ -72,9 +72,13 @@ _pool_key = 0  # where every chain of this process starts
 
 
 def use_pool_secret(secret: str) -> None:
-    """Key the hashes of all chains made from now on in this process, so that they tell nothing to who does not know the secret."""
+    """Key the hashes of all chains made from now on in this process, so that they tell nothing to who does not know the secret.
+
+    An empty one stands for none.
+    """
     global _pool_key
-    _pool_key = int.from_bytes(blake2b(secret.encode(), digest_size=8, person=b"warmroute-chain").digest(), "little")
+    digest = blake2b(secret.encode(), digest_size=8, person=b"warmroute-chain").digest()
+    _pool_key = int.from_bytes(digest, "little") if secret else 0
     identity_seed.cache_clear()
 
 

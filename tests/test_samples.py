@@ -12,7 +12,8 @@ from gateway.cli import main
 from tests.tiny_tokenizer import model
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+WITH_SAMPLES = ("README.md", "docs/redis.md")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.yaml")), ids=lambda path: path.name)
@@ -21,8 +22,9 @@ def test_sample_configurations_are_accepted(path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_the_readme_s_configuration_is_accepted(tmp_path: Path) -> None:
-    samples = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+@pytest.mark.parametrize("name", WITH_SAMPLES)
+def test_sample_configurations_in_documents_are_accepted(name: str, tmp_path: Path) -> None:
+    samples = re.findall(r"```yaml\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
     assert samples
     for number, sample in enumerate(samples):
         file = tmp_path / f"{number}.yaml"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import yaml
 
 from loadgen.local import LocalFleet, Program
 from tests.programs import program
+from tests.redis_server import RedisServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "warmroute.json").read_text())
@@ -66,14 +70,37 @@ def traffic(local_fleet: LocalFleet) -> Iterator[LocalFleet]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(traffic: LocalFleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A Prometheus with the shipped rules that has scraped the gateway once a second for long enough to know rates."""
+def pool(traffic: LocalFleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The URLs of two gateways that share by Redis, before the same workers."""
+    scratch = tmp_path_factory.mktemp("pool")
+    with ExitStack() as stack:
+        redis = RedisServer()
+        stack.callback(redis.close)
+        asyncio.run(redis.start())
+        env = {
+            "WARMROUTE_INDEX__BACKEND": "redis", "WARMROUTE_INDEX__REDIS__URL": redis.url, "WARMROUTE_POOL_SECRET": "0123456789abcdef-test",
+        }  # fmt: skip
+        urls = []
+        for number in range(2):
+            command = [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", "--workers", ",".join(traffic.worker_urls)]
+            gateway = Program(f"gateway-{number}", command, scratch / f"{number}.log", env)
+            stack.callback(gateway.stop)
+            urls += gateway.wait_for(r"listening on (http://\S+)")
+        for url in urls:
+            stack.enter_context(Traffic(url))
+        yield urls
+
+
+@pytest.fixture(scope="module")
+def prometheus(traffic: LocalFleet, pool: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A Prometheus with the shipped rules that has scraped the gateways once a second for long enough to know rates."""
     binary = program("prometheus")
     scratch = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DEPLOY / "prometheus" / "rules.yml")]
-    config["scrape_configs"] = [{"job_name": "warmroute", "static_configs": [{"targets": [traffic.url.removeprefix("http://")]}]}]
+    targets = [url.removeprefix("http://") for url in (traffic.url, *pool)]
+    config["scrape_configs"] = [{"job_name": "warmroute", "static_configs": [{"targets": targets}]}]
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = [
         binary, f"--config.file={scratch}/prometheus.yml", f"--storage.tsdb.path={scratch}/data", "--web.listen-address=127.0.0.1:0",
@@ -83,7 +110,7 @@ def prometheus(traffic: LocalFleet, tmp_path_factory: pytest.TempPathFactory) ->
         # its log names the port it got
         (address,) = server.wait_for(r"(?:Listening on|listening on).*?address=\"?((?:127\.0\.0\.1|\[::\]):[1-9]\d*)")
         with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=20) as client:
-            wait_until(lambda: value(client, "count_over_time(warmroute_worker_up[1m]) >= 8") is not None, "eight scrapes")
+            wait_until(lambda: value(client, "min(count_over_time(warmroute_worker_up[1m])) >= 8") is not None, "eight scrapes")
             yield client
     finally:
         server.stop()
@@ -133,7 +160,7 @@ def test_latency_panels_show_every_tier(prometheus: httpx.Client) -> None:
 
 def test_rules_load_and_no_alert_fires(prometheus: httpx.Client) -> None:
     rules = [rule for group in prometheus.get("/api/v1/rules").json()["data"]["groups"] for rule in group["rules"]]
-    assert len(rules) == 6
+    assert len(rules) == 8
     assert [rule["name"] for rule in rules if rule["health"] == "err"] == []
     assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
 

@@ -135,7 +135,8 @@ async def test_a_body_over_the_limit_is_413_in_the_dialects_shape_and_readable_b
 
 
 async def test_the_default_body_limit_admits_long_agent_sessions() -> None:
-    async with gateway_with(echo) as (stack, _):
+    # gateway and worker are one process here: 33 MiB keep it from answering its own probes for a while
+    async with gateway_with(echo, upstream={"probe_timeout_s": 10.0, "probe_interval_s": 10.0}) as (stack, _):
         body = orjson.dumps(CHAT.body("x" * (33 << 20), stream=False))
         response = await stack.post(CHAT.path, body)
         assert response.status_code == 200 and response.content == body

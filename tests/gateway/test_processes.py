@@ -150,6 +150,7 @@ async def test_all_serve_one_port_and_any_tells_what_all_count(tmp_path: Path, r
         assert gateways.program.log.read_text().count("listening on") == 1
 
 
+@pytest.mark.slow
 async def test_admin_routes_speak_for_all(tmp_path: Path, redis: None) -> None:
     held: list[WorkerRequest] = []
 
@@ -173,6 +174,7 @@ async def test_admin_routes_speak_for_all(tmp_path: Path, redis: None) -> None:
             assert json.loads((await ask(client, "GET", "/admin/policy")).body) == {"policy": "round-robin"}
 
 
+@pytest.mark.slow
 async def test_one_that_is_killed_fails_nobody_elses_requests_and_is_back(tmp_path: Path, redis: None) -> None:
     held: list[WorkerRequest] = []
 

@@ -304,6 +304,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), "qwen")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_events_that_the_agent_follows_make_a_gateways_prediction_exact(redis: RedisServer, model: Path, ranks: int) -> None:
