@@ -417,6 +417,7 @@ class Fleet:
             "prefill_scale": "Observed over modelled prefill time",
             "decode_scale": "Observed over modelled decode time",
             "memory_blocks": "Index blocks believed cached on the worker",
+            "others_in_flight": "Requests that other gateways have assigned to the worker",
         }
         for name, text in help_texts.items():
             yield f"worker_{name}", text, {worker_id: values[name] for worker_id, values in load.items()}

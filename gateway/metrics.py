@@ -41,6 +41,7 @@ GAUGES: dict[str, Merge] = {
     "worker_prefill_scale": fmean,
     "worker_decode_scale": fmean,
     "worker_memory_blocks": max,  # each is bounded by the worker's cache, and they overlap: a sum would exceed it
+    "worker_others_in_flight": max,  # of processes of one machine the others are the siblings as well
     "worker_connections": sum,
     "worker_engine_running": max,
     "worker_engine_waiting": max,

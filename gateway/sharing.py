@@ -7,12 +7,14 @@ behind it. When it is away, `ask` answers nothing at once, and the gateway goes 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from hashlib import blake2b
+from typing import Any
 
 import orjson
 
@@ -20,7 +22,7 @@ from gateway.config import IndexConfig, RedisConfig
 from kvindex.chain import use_pool_secret
 from kvindex.memory import MemoryIndex
 from kvindex.redis_index import RedisIndex, ShardedIndex, key_prefix
-from kvindex.redis_line import Line, RedisRefused, RedisUnavailable, Script, Subscriber
+from kvindex.redis_line import Command, Line, RedisRefused, RedisUnavailable, Script, Subscriber
 from kvindex.redis_target import RedisTarget
 from kvindex.shared_index import SharedIndex
 from routing.others import Others
@@ -34,6 +36,7 @@ clock = time.perf_counter  # the router's
 
 TELL_S = 0.002  # changes of load wait this long for others to go with them
 TELL_ALL_S = 0.5  # everything is told this often, so that what was lost is made good
+SETTINGS_TURNS = 4  # so many of these between two looks at the pool's settings
 LEASE_S = 3.0  # a gateway not heard of for longer is gone
 CONNECT_S = 1.0
 FOLLOW_S = 1.0  # who follows which worker's events is looked at this often
@@ -54,6 +57,13 @@ for at, key in ipairs(KEYS) do
   end
 end
 return held
+"""
+)
+
+# KEYS: the counter of new sessions (a hash), then the session's record, if it has a key. Reply: the record; for a new session its ticket.
+_RECORD_OR_TICKET = Script(
+    """#!lua flags=allow-oom
+return KEYS[2] and redis.call('GET', KEYS[2]) or redis.call('HINCRBY', KEYS[1], 'placed', 1)
 """
 )
 
@@ -80,7 +90,17 @@ class Sharing:
         self._lines = [self._line]
         bulk = self._new_line(redis, self._prefix, "redis writes", on_up=lambda: self.index.resync())
         self._lines.append(bulk)
-        self.remote = self._remote_index(redis, bulk)
+
+        def lines_of(shard: int | None) -> tuple[Line, Line]:
+            if shard is None or not redis.cluster:
+                return self._line, bulk
+            key = key_prefix(redis.pool, shard)  # its hash tag may be on another node
+            own = self._new_line(redis, key, f"redis shard {shard}")
+            own_bulk = self._new_line(redis, key, f"redis shard {shard} writes", on_up=lambda: self.index.resync())
+            self._lines += [own, own_bulk]
+            return own, own_bulk
+
+        self.remote = remote_index(redis, self.gateway_id, lines_of)
         self.index = SharedIndex(local, self.remote, bulk, lease_s=LEASE_S)
         self._subscriber = Subscriber(self._target, self._channel, self._heard, name="redis load channel")
         self.lookups = 0
@@ -91,24 +111,13 @@ class Sharing:
         self._tasks: list[asyncio.Task[None]] = []
         self._down_since: float | None = None
         self._connected = asyncio.Event()
+        self._background: set[asyncio.Future[None]] = set()
+        self._policy: str | None = None  # the pool's, where one was set
+        self._policy_told = True  # Redis has it
         self.followed: set[str] = set()  # workers whose events this gateway is to follow
 
     def _new_line(self, redis: RedisConfig, key: str, name: str, on_up: Callable[[], None] = lambda: None) -> Line:
         return Line(self._target, key.encode(), deadline_s=redis.deadline_ms / 1000, on_up=on_up, name=name)
-
-    def _remote_index(self, redis: RedisConfig, bulk: Line) -> RedisIndex | ShardedIndex:
-        if redis.shards == 1:
-            return RedisIndex(self._line, redis.pool, self.gateway_id, capacity_blocks=1, bulk=bulk)
-        shards = []
-        for shard in range(redis.shards):
-            line, shard_bulk = self._line, bulk
-            if redis.cluster:  # each hash tag may be on another node
-                key = key_prefix(redis.pool, shard)
-                line = self._new_line(redis, key, f"redis shard {shard}")
-                shard_bulk = self._new_line(redis, key, f"redis shard {shard} writes", on_up=lambda: self.index.resync())
-                self._lines += [line, shard_bulk]
-            shards.append(RedisIndex(line, redis.pool, self.gateway_id, capacity_blocks=1, shard=shard, bulk=shard_bulk))
-        return ShardedIndex(shards)
 
     def attach(self, router: Router) -> None:
         """Share what this router decides."""
@@ -139,9 +148,10 @@ class Sharing:
 
     async def stop(self) -> None:
         """Say goodbye, so that nobody waits for a lease to end."""
-        for task in self._tasks:
+        ending = [*self._tasks, *self._background]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._tell_soon is not None:
             self._tell_soon.cancel()
         try:
@@ -179,8 +189,8 @@ class Sharing:
     # --- on a request's way ---
 
     async def ask(self, request: RouteRequest) -> Mapping[str, int] | None:
-        """The match of what the other gateways know; what they know of the session is put into the request. None where Redis is
-        away, or where nothing it could say would change the decision."""
+        """The match of what the other gateways know; what they know of its session, or the ticket of a new one, is put into the
+        request. None where Redis is away, or where nothing it could say would change the decision."""
         session_id = self.router.session_id(request)
         if not request.hashes or self.degraded:
             return None
@@ -188,20 +198,23 @@ class Sharing:
             self.settled += 1
             return None
         started = clock()
-        record = None
-        if session_id is not None:
-            record = self._line.pipeline([("GET", self._key(b"S", session_id))])
+        keys = [self._key(b"S", session_id)] if session_id is not None else []
+        commands: list[Command] = [("GET", key) for key in keys]
+        if self.others.names:  # else there is nobody to stay in order with
+            commands = [_RECORD_OR_TICKET.command([self._key(b"T", b""), *keys], ())]
+        told = self._line.pipeline(commands)
         known = await self.index.lookup(request.hashes)  # in the same write
         self.lookups += 1
         if known is None:
             self.lookups_failed += 1
-        if record is not None:
-            try:
-                reply = (await record)[0]
-            except RedisUnavailable:
-                reply = None
-            if isinstance(reply, bytes):
-                request.shared = SessionRecord.decode(reply)
+        try:
+            (reply,) = await told or [None]
+        except RedisUnavailable:
+            reply = None
+        if isinstance(reply, bytes):
+            request.shared = SessionRecord.decode(reply)
+        elif isinstance(reply, int):
+            request.ticket = reply
         self.lookup_s += clock() - started
         return known
 
@@ -242,8 +255,10 @@ class Sharing:
         if self._tell_soon is not None:
             self._tell_soon.cancel()
             self._tell_soon = None
+        if not self._line.up:
+            return  # what has changed is told when it is back
         message = self.others.message(clock(), full)
-        if message is not None and self._line.up:
+        if message is not None:
             self._line.pipeline([("PUBLISH", self._channel, orjson.dumps(message))])
 
     def _heard(self, data: bytes) -> None:
@@ -258,36 +273,48 @@ class Sharing:
         self.others.heard(message, clock())
 
     async def _keep_telling(self) -> None:
-        while True:
+        for turn in itertools.count():
             self._tell(full=True)
             self.others.expire(clock())
+            if turn % SETTINGS_TURNS == 0:  # what was published may have been missed
+                await self._settle_policy()
             await asyncio.sleep(TELL_ALL_S)
 
     # --- settings of the pool ---
 
     def share_policy(self, name: str) -> None:
         """Let all gateways of the pool use this policy, also those that start later."""
-        if self._line.up:
-            message = orjson.dumps({"gateway": self.gateway_id, "policy": name})
-            self._line.pipeline([("SET", f"{self._prefix}P", name), ("PUBLISH", self._channel, message)])
+        self._policy, self._policy_told = name, False
+        self._in_background(self._settle_policy())
 
     def _use_policy(self, name: str) -> None:
-        if name in POLICIES and name != self.router.policy.name:
-            logger.info("the pool's policy is %s", name)
-            self.router.use_policy(name)
+        if name in POLICIES:
+            self._policy, self._policy_told = name, True
+            if name != self.router.policy.name:
+                logger.info("the pool's policy is %s", name)
+                self.router.use_policy(name)
 
     def _came_back(self) -> None:
         self._connected.set()
-        task = asyncio.ensure_future(self._read_policy())
-        task.add_done_callback(lambda done: done.exception())
+        self._in_background(self._settle_policy())
 
-    async def _read_policy(self) -> None:
+    async def _settle_policy(self) -> None:
+        """Tell the pool the policy that was set here, or learn the one that is; a Redis that has lost it gets it again."""
         try:
-            reply = await self._line.call("GET", f"{self._prefix}P")
+            kept = await self._line.call("GET", f"{self._prefix}P") if self._policy_told else None
+            if kept is not None:
+                self._use_policy(kept.decode("utf-8", "replace"))
+            elif (name := self._policy) is not None:
+                await self._line.call("SET", f"{self._prefix}P", name)
+                self._policy_told = True
+                await self._line.call("PUBLISH", self._channel, orjson.dumps({"gateway": self.gateway_id, "policy": name}))
         except (RedisUnavailable, RedisRefused):
-            return
-        if reply is not None:
-            self._use_policy(reply.decode("utf-8", "replace"))
+            pass  # again when it is back
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     # --- who follows which worker's events ---
 
@@ -321,6 +348,15 @@ class Sharing:
         flags = ["1" if want else "0" for want in wanted.values()]
         held = await self._line.run(_LEASES, keys, [self.gateway_id, round(LEASE_S * 1000), *flags])
         return {worker for worker, mine in zip(wanted, held, strict=True) if mine}
+
+
+def remote_index(redis: RedisConfig, owner: str, lines_of: Callable[[int | None], tuple[Line, Line]]) -> RedisIndex | ShardedIndex:
+    """The pool's index as `owner` writes it. `lines_of` gives a shard's lines for matches and for bulk; None: the index is one."""
+    indexes = []
+    for shard in [None] if redis.shards == 1 else range(redis.shards):
+        line, bulk = lines_of(shard)
+        indexes.append(RedisIndex(line, redis.pool, owner, capacity_blocks=1, shard=shard, bulk=bulk))
+    return indexes[0] if redis.shards == 1 else ShardedIndex(indexes)
 
 
 def redis_target(redis: RedisConfig) -> RedisTarget:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from zlib import crc32
 
@@ -57,6 +57,7 @@ class RedisIndex:
         self._table: dict[int, tuple[int, str, str]] = {}  # slot -> version it was taken at, owner, holder
         self._holders: dict[int, str] = {}
         self._foreign: dict[int, str] = {}  # without the owner's own slots
+        self._joins = 0
         self._fetch: asyncio.Task[None] | None = None
 
     def resize(self, capacity_blocks: int) -> None:
@@ -64,9 +65,19 @@ class RedisIndex:
         fewest, most = BUCKET_BITS
         self._bits = min(most, max(fewest, (max(0, capacity_blocks - 1) // BUCKET_BLOCKS).bit_length()))
 
+    @property
+    def whole(self) -> bool:
+        return True
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the line for writing is up."""
+        return self._bulk.up
+
     async def join(self, lease_s: float) -> None:
         """Begin with an empty namespace, which `renew` keeps."""
         self._version = b""  # it may be another server, with another table
+        self._joins += 1
         await self._bulk.run(JOIN, self._keys, [self._owner, self._bits, _ms(lease_s)])
 
     async def renew(self, lease_s: float) -> None:
@@ -169,12 +180,16 @@ class RedisIndex:
 
     async def _fetch_table(self) -> None:
         """Bring the table up to date: by its last changes where they reach back far enough."""
+        joins = self._joins
         if self._version:
             changes = await self._line.call("LRANGE", self._key("c"), 0, CHANGES - 1)
-            if self._follow(changes):
+            if joins == self._joins and self._follow(changes):
                 return
+        joins = self._joins
         # The version first: then the table can only be newer, and what is newer in it is recognised.
         version, table = await self._line.pipeline([("HGET", self._keys[0], "version"), ("HGETALL", self._key("s"))])
+        if joins != self._joins:
+            return  # it may be the former server's; whoever misses the table fetches it once more
         for reply in (version, table):
             if isinstance(reply, Exception):
                 raise reply
@@ -223,10 +238,20 @@ class RedisIndex:
 
 
 class ShardedIndex:
-    """Several RedisIndex as one: each holder's blocks are in one of them. A match asks all at once."""
+    """Several RedisIndex as one: each holder's blocks are in one of them. A match asks all at once.
+
+    A shard that is away takes no other with it: it is left out until the next `join`, for which `renew` asks once the shard can be
+    reached. Methods raise RedisUnavailable when no shard is left.
+    """
 
     def __init__(self, shards: Sequence[RedisIndex]) -> None:
         self._shards = shards
+        self._out: set[RedisIndex] = set()
+
+    @property
+    def whole(self) -> bool:
+        """Whether no shard is left out."""
+        return not self._out
 
     def resize(self, capacity_blocks: int) -> None:
         """As RedisIndex; the capacity is that of all shards together."""
@@ -238,16 +263,19 @@ class ShardedIndex:
         return sum(shard.refused_blocks for shard in self._shards)
 
     async def join(self, lease_s: float) -> None:
-        await _all(shard.join(lease_s) for shard in self._shards)
+        self._out.clear()
+        await self._each({shard: shard.join(lease_s) for shard in self._shards})
 
     async def renew(self, lease_s: float) -> None:
-        await _all(shard.renew(lease_s) for shard in self._shards)
+        if any(shard.reachable for shard in self._out):
+            raise IndexGone
+        await self._each({shard: shard.renew(lease_s) for shard in self._shards if shard not in self._out})
 
     async def leave(self) -> bool:
         return any(await _all(shard.leave() for shard in self._shards))
 
     async def drop_dead_owners(self) -> int:
-        return sum(await _all(shard.drop_dead_owners() for shard in self._shards))
+        return sum(await self._each({shard: shard.drop_dead_owners() for shard in self._shards if shard not in self._out}))
 
     async def match(self, hashes: Sequence[int], *, include_own: bool = True) -> dict[str, int]:
         """As RedisIndex; a shard that is away or lost its data is left out, unless all are."""
@@ -264,10 +292,26 @@ class ShardedIndex:
         parts: list[list[Operation]] = [[] for _ in self._shards]
         for operation in operations:
             parts[crc32(operation[1].encode()) % len(parts)].append(operation)
-        await _all(shard.write(part) for shard, part in zip(self._shards, parts, strict=True) if part)
+        shards = zip(self._shards, parts, strict=True)
+        await self._each({shard: shard.write(part) for shard, part in shards if part and shard not in self._out})
 
     async def sweep(self) -> int:
-        return max(await _all(shard.sweep() for shard in self._shards))
+        return max(await self._each({shard: shard.sweep() for shard in self._shards if shard not in self._out}), default=0)
+
+    async def _each(self, calls: Mapping[RedisIndex, Awaitable[_T]]) -> list[_T]:
+        """The results of the shards that are there."""
+        results = await asyncio.gather(*calls.values(), return_exceptions=True)
+        found: list[_T] = []
+        for shard, result in zip(calls, results, strict=True):
+            if isinstance(result, RedisUnavailable):
+                self._out.add(shard)
+                if len(self._out) == len(self._shards):
+                    raise result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                found.append(result)
+        return found
 
 
 def key_prefix(pool: str, shard: int | None = None) -> str:

@@ -367,8 +367,9 @@ class Line:
 class Subscriber:
     """Follows one pub/sub channel on a connection of its own, which comes back by itself. Messages sent while it is away are lost.
 
-    In a cluster any node will do: plain pub/sub reaches them all. A connection that says nothing for `silence_s`, not even to a
-    PING, is dropped. `on_up` is called when it is subscribed (again), `on_down` once for each outage.
+    In a cluster plain pub/sub reaches all nodes; the one that would hold the channel's name as a key is asked. A connection that says
+    nothing for `silence_s`, not even to a PING, is dropped. `on_up` is called when it is subscribed (again), `on_down` once for each
+    outage.
     """
 
     def __init__(
@@ -410,7 +411,7 @@ class Subscriber:
         while True:
             since = monotonic()
             try:
-                wire = await open_wire(self._target, await self._target.locate())
+                wire = await open_wire(self._target, await self._target.locate(self._channel))
                 try:
                     await self._follow(wire)
                 finally:

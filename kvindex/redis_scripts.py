@@ -342,7 +342,7 @@ end
 
 local from = 0
 if slots then
-  from = tonumber(call('HGET', prefix .. 'w', 'next'))
+  from = tonumber(call('HGET', prefix .. 'w', 'next') or 0) -- none: the first part failed, on keys that were moving to another node
 else
   slots = table.concat(call('LRANGE', prefix .. 'd', 0, -1))
   call('DEL', prefix .. 'd')

@@ -17,6 +17,7 @@ UPLOAD_BLOCKS = 2048  # of the local index, read and written at once: 1 to 2 ms 
 JOURNAL_BLOCKS = 1_000_000  # more unwritten changes than that, and all is uploaded anew instead
 JOURNAL_COMMANDS = 10_000
 RETRY_S = 0.5
+REFILL_S = 10.0  # how long Redis, once it was full, must have taken all before it gets what was left out
 SWEEP_PAUSE_S = 0.01  # between parts of a sweep, each about 1 ms of Redis
 LAST_SWEEP_S = 5.0  # how long the last gateway of a pool may take to leave nothing behind
 
@@ -49,13 +50,15 @@ class SharedIndex:
         self._due = asyncio.Event()  # something is to be flushed, or all to be uploaded
         self._urgent = asyncio.Event()  # now, not in a few milliseconds
         self._refusal = ""  # the last one that was logged
+        self._refused = 0  # blocks, as far as `_refused_at` goes
+        self._refused_at: float | None = None  # when Redis was last full; None: it has all
         self._waiting: list[asyncio.Future[None]] = []  # for what is journaled by now to be written
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def synced(self) -> bool:
         """Whether Redis has all that is local, but for the last milliseconds."""
-        return self._uploaded and self._line.up
+        return self._uploaded and self._line.up and self._remote.whole
 
     @property
     def refused_blocks(self) -> int:
@@ -83,7 +86,7 @@ class SharedIndex:
                 future.cancel()
             try:
                 if await self._remote.leave():
-                    await self._sweep(LAST_SWEEP_S)
+                    await self._sweep(LAST_SWEEP_S, pause_s=0.0)
             except _FAILURES:
                 pass  # its lease ends soon
 
@@ -230,6 +233,16 @@ class SharedIndex:
         if operations:
             await self._remote.write(operations)
             self.written_blocks += sum(len(hashes) for _, _, hashes in operations)
+            self._refill(any(kind == "store" for kind, _, _ in operations))
+
+    def _refill(self, stored: bool) -> None:
+        """Upload everything again when Redis has room for what it refused: without its beginning a chain is found by nobody."""
+        now = asyncio.get_running_loop().time()
+        if self._refused != self._remote.refused_blocks:
+            self._refused, self._refused_at = self._remote.refused_blocks, now
+        elif stored and self._refused_at is not None and now - self._refused_at > REFILL_S:
+            self._refused_at = None
+            self.resync()
 
     async def _keep(self) -> None:
         """Renew the lease, and tidy up what gateways that are gone and cleared workers left."""
@@ -247,7 +260,7 @@ class SharedIndex:
                 continue
             await self._sweep(self._lease_s / 4)  # then the lease is to be renewed
 
-    async def _sweep(self, most_s: float) -> None:
+    async def _sweep(self, most_s: float, pause_s: float = SWEEP_PAUSE_S) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + most_s
         left = 1
@@ -256,7 +269,7 @@ class SharedIndex:
                 left = await self._remote.sweep()
             except _FAILURES:
                 return
-            await asyncio.sleep(SWEEP_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
 
 class _Journal:

@@ -8,12 +8,14 @@ found faster than modelled would get all the work, and the others would never be
 from __future__ import annotations
 
 import math
+from collections import deque
 
 PRIOR = 4.0  # observations of its own that weigh as much as the configuration's mean
 NOISE = math.log(1.2)  # a worker this much faster or slower than its kind is not told apart from it
 MEMORY = 20.0  # observations that a mean goes back
 FORGETS_AFTER = 64.0  # observations per worker of the configuration in which one without new evidence forgets its own
 _LOG_RANGE = math.log(1e3)
+_MOST_UNTOLD = 16
 _LOG_ERROR = math.log(10.0)  # one observation tells of a factor of 10 at most
 
 
@@ -34,7 +36,7 @@ class ConfigurationScale:
 class WorkerScale:
     """One worker's scale: a factor on modelled times. Starts at 1."""
 
-    __slots__ = ("_configuration", "_evidence", "_mean", "_seen_at", "value")
+    __slots__ = ("_configuration", "_evidence", "_mean", "_seen_at", "untold", "value")
 
     def __init__(self, configuration: ConfigurationScale) -> None:
         self._configuration = configuration
@@ -42,6 +44,7 @@ class WorkerScale:
         self._evidence = 0.0  # observations that count, at `_seen_at`
         self._seen_at = 0  # the configuration's count of observations at this worker's last
         self.value = 1.0
+        self.untold: deque[float] = deque(maxlen=_MOST_UNTOLD)  # own observations that other gateways have not heard of
         configuration.members.append(self)
         self.refresh()
 
@@ -55,6 +58,11 @@ class WorkerScale:
             return
         error = math.log(observed_s / modelled_s)
         seen = math.log(self.value) + min(max(error, -_LOG_ERROR), _LOG_ERROR)
+        self.learn(seen)
+        self.untold.append(seen)
+
+    def learn(self, seen: float) -> None:
+        """Learn from one observation: log of observed over modelled time, before any scale."""
         seen = min(max(seen, -_LOG_RANGE), _LOG_RANGE)
         configuration = self._configuration
         self._evidence = min(self._evidence_now() + 1.0, MEMORY)

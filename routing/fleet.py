@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,8 @@ class Reservation:
     def _leave_prefill(self, now: float) -> None:
         worker = self.worker
         was_head = next(iter(worker.prefilling)) is self
+        if was_head and worker.others_pending_s:
+            worker.settle_others(now)
         del worker.prefilling[self]
         if was_head:
             worker.head_since = now
@@ -203,10 +206,8 @@ class Worker:
         """Another gateway's share is this from now on; None where it has none."""
         if share is None and gateway not in self.others:
             return
-        if self.others_pending_s:  # what was said earlier has become less by as much as the worker has done since
-            left = self.others_wait_s(now) / self.others_pending_s
-            for earlier in self.others.values():
-                earlier.wait_s *= left
+        if self.others_pending_s:
+            self.settle_others(now)
         if share is None:
             del self.others[gateway]
         else:
@@ -220,10 +221,21 @@ class Worker:
         self.others_live_sessions = sum([s.live_sessions for s in shares])
         self.others_working_set = sum([s.working_set for s in shares])
 
+    def settle_others(self, now: float) -> None:
+        """What the others have said earlier has become less by as much as the worker has done of it since."""
+        wait = self.others_wait_s(now)
+        left = wait / self.others_pending_s
+        for share in self.others.values():
+            share.wait_s *= left
+        self.others_pending_s, self.others_since = wait, now
+
     def others_wait_s(self, now: float) -> float:
-        """Seconds of the other gateways' prefills that are left."""
-        wait = self.others_pending_s - (now - self.others_since)
-        return wait if wait > 0.0 else 0.0
+        """Seconds of the other gateways' prefills that are left. While the worker is at one of this gateway's, they stand still."""
+        until = self.head_since if self.prefilling and self.head_since < now else now
+        done = until - self.others_since
+        if done <= 0.0:
+            return self.others_pending_s
+        return self.others_pending_s - done if self.others_pending_s > done else 0.0
 
     def prefill_s(self, uncached: float, total: float) -> float:
         """Calibrated seconds to prefill `uncached` of `total` prompt tokens once it runs."""
@@ -303,3 +315,18 @@ class Worker:
     def observe_decode(self, observed_s: float, modelled_s: float) -> None:
         """Correct the decode calibration by one request's mean time per output token."""
         self.decode_calibration.observe(observed_s, modelled_s)
+
+    def tell_observed(self) -> tuple[list[float], list[float]]:
+        """What was observed of prefill and of decode since this was last asked, for other gateways' `learn`."""
+        told = []
+        for scale in (self.prefill_calibration, self.decode_calibration):
+            told.append([round(seen, 3) for seen in scale.untold])
+            scale.untold.clear()
+        return told[0], told[1]
+
+    def learn(self, prefill: Iterable[float], decode: Iterable[float]) -> None:
+        """Another gateway has observed this."""
+        for seen in prefill:
+            self.prefill_calibration.learn(seen)
+        for seen in decode:
+            self.decode_calibration.learn(seen)

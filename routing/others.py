@@ -61,7 +61,7 @@ class Others:
         `workers` has those that changed: [wait_s, prefilling, decoding, active_tokens, live_sessions, working_set_tokens,
         computed_tokens]. In a full message a worker that is left out has none of all. `rates` are arrivals and seconds of prefill
         work per second, then the same of later turns. `taken` claims sessions: [id in hex, turns]. `placed` are new sessions since the
-        last message: [ticket, worker, root].
+        last message: [ticket, worker, root]; `seen` what they have shown of their speed, as of prefill and decode: see `calibration`.
         """
         router, sessions = self.router, self.router.sessions
         touched, claims = router.touched, sessions.new_claims
@@ -79,6 +79,7 @@ class Others:
             workers = {worker.id: share for worker in router.workers.values() if any(share := worker.share(now))}
         else:
             workers = {worker.id: worker.share(now) for worker in touched}
+        seen = {worker.id: told for worker in touched if any(told := worker.tell_observed())}
         touched.clear()
         placed = list(router.tickets.placed)
         router.tickets.placed.clear()
@@ -86,7 +87,7 @@ class Others:
         return {
             "gateway": self.gateway_id, "seq": self._seq, "full": full, "workers": workers,
             "rates": [round(rate, 4) for rate in router.congestion.own(now)], "sessions": sessions.counted,
-            "taken": [[session_id.hex(), turns] for session_id, turns in taken], "placed": placed,
+            "taken": [[session_id.hex(), turns] for session_id, turns in taken], "placed": placed, "seen": seen,
         }  # fmt: skip
 
     def gone(self) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class Others:
         rates = _rates(message["rates"])
         shares = {worker: Share.read(numbers) for worker, numbers in message["workers"].items()}
         taken = [(bytes.fromhex(session_id), _count(turns)) for session_id, turns in message["taken"]]
+        seen = {worker: (_logs(prefill), _logs(decode)) for worker, (prefill, decode) in message["seen"].items()}
         placed = [(_count(ticket), str(worker), _count(root)) for ticket, worker, root in message["placed"]]
 
         gateway = self._gateways.get(name)
@@ -148,6 +150,9 @@ class Others:
                 if before is not None and share.computed > before.computed:
                     self.router.others_computed(worker, share.computed - before.computed, now)
                 gateway.workers.add(worker_id)
+        for worker_id, (prefill, decode) in seen.items():
+            if (worker := known.get(worker_id)) is not None:
+                worker.learn(prefill, decode)
         for ticket, worker_id, root in placed:
             if (worker := known.get(worker_id)) is not None:
                 self.router.tickets.told(ticket, root, worker, now)
@@ -177,6 +182,12 @@ def _rates(numbers: Any) -> tuple[float, float, float, float]:
         raise ValueError("'rates' are not numbers")
     arrivals, work, later_arrivals, later_work = numbers
     return arrivals, work, later_arrivals, later_work
+
+
+def _logs(numbers: Any) -> list[float]:
+    if not isinstance(numbers, list) or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+        raise ValueError("'seen' are not numbers")
+    return numbers
 
 
 def _count(number: Any) -> int:

@@ -20,7 +20,7 @@ from routing.sessions import Session, SessionTable
 LEAST_LATER_USE = 0.1
 # A wait below this is no reason to leave a warm cache: nobody notices it, and a hiccup of this process or the network looks the same.
 LEAST_MOVE_S = 0.1
-TIE_S = 0.01  # a difference in cost below this is noise of clocks and networks
+TIE_S = 0.01  # a difference in waits below this is noise of clocks and networks
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
 
 
@@ -37,6 +37,7 @@ class Placement:
     congestion: Congestion
     now: float
     restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
+    crowded: bool = False  # other gateways are placing new sessions in these milliseconds
 
 
 class Terms(NamedTuple):
@@ -213,25 +214,25 @@ class Warm:
         ranked.sort()
         if session is not None and home is not None:
             _hold_still(session, home, ranked)
-        elif count > 1 and ranked[1][0] - ranked[0][0] < TIE_S:
-            _break_ties(ranked, comes_back=session is not None)
+        elif count > 1:
+            _break_ties(ranked, session is not None, placement.crowded)
         return ranked
 
 
-def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool) -> None:
+def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool, crowded: bool) -> None:
     """Put first who carries the fewest sessions among those whose costs are as good as equal; for a request that belongs to no
-    session, who has the fewest requests. The last word has the place in the list, which is the same on every gateway."""
-    limit = ranked[0][0] + TIE_S
+    session, who has the fewest requests. Gateways that place sessions at the same time then go by the list, which all have in the
+    same order: their costs differ by noise."""
     best = ranked[0]
-    for entry in ranked:
-        cost, living, in_flight, place = entry[:4]
-        if cost >= limit:
-            break
-        first, second = (living - best[1], in_flight - best[2]) if comes_back else (in_flight - best[2], living - best[1])
-        if (first or second or place - best[3]) < 0:
-            best = entry
-    ranked.remove(best)
-    ranked.insert(0, best)
+    busy = best[5] + best[6]
+    limit = best[0] + TIE_S * (1.0 + best[7] / busy if busy else 1.0)  # what waits differ by counts so much in the cost
+    if ranked[1][0] >= limit:
+        return
+    first, second, third = (1, 2, 3 if crowded else 0) if comes_back else (2, 1, 3 if crowded else 0)
+    best = min([(entry[first], entry[second], entry[third], entry[3], entry) for entry in ranked if entry[0] < limit])[4]
+    if best is not ranked[0]:
+        ranked.remove(best)
+        ranked.insert(0, best)
 
 
 def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -> None:

@@ -88,7 +88,7 @@ class Decision:
     candidates: list[tuple[Any, ...]]  # the chosen one first, each with the terms of its cost (fields of `Terms`)
     by_events: float | None = None  # cached tokens as the worker's events have it, believed or not; None where there are none
     by_memory: float = 0.0  # the same of routing memory
-    certain: bool = True  # no other request was computing this prompt's beginning there when it was placed
+    certain: bool = True  # no request that was computing this prompt's beginning, or was not heard of yet, can have been before it
     gateway: str = ""
 
     def session_record(self) -> SessionRecord | None:
@@ -358,8 +358,9 @@ class Router:
         limit = request.max_output_tokens
         output = limit if limit is not None and limit < DEFAULT_OUTPUT_TOKENS else DEFAULT_OUTPUT_TOKENS
         placement = Placement(total, cached, session, self.sessions, output, DECODE_WEIGHT[request.tier], self.congestion, now, restore)
+        sent_alike: set[Worker] = set()
         if request.ticket and session is not None and home is None:
-            self._assume(request, placement, cached, session, candidates)
+            sent_alike = self._assume(request, placement, cached, session, candidates)
         ranked = self.policy.rank(placement, candidates)
         worker: Worker = ranked[0][4]
         held = cached.get(worker.id, 0.0)
@@ -373,7 +374,7 @@ class Router:
         prefill = worker.prefill_s(total - held, total)
         self.congestion.add(prefill, now, at_home=worker is home)
         # what others with this beginning are still computing may or may not be there when this one starts
-        certain = not hashes or all(other.root != hashes[0] for other in worker.prefilling)
+        certain = worker not in sent_alike and (not hashes or all(other.root != hashes[0] for other in worker.prefilling))
         reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None)
         if session is not None:
             self.sessions.placed(session, worker, hashes, total)
@@ -397,21 +398,27 @@ class Router:
 
     def _assume(
         self, request: RouteRequest, placement: Placement, cached: dict[str, float], session: Session, candidates: Sequence[Worker]
-    ) -> None:
-        """Other gateways are placing sessions that drew their tickets before this one, unheard: they do what this one would do."""
+    ) -> set[Worker]:
+        """Other gateways are placing sessions that drew their tickets before this one, unheard: they do what this one would do.
+        Returns the workers that sessions which begin like this one have just been sent to."""
         now, total, root, tickets = placement.now, placement.prompt_tokens, request.hashes[0], self.tickets
         unheard = tickets.unheard(request.ticket, now)
-        common = max(cached.values(), default=0.0)  # what new sessions like this one begin with
+        # what new sessions like this one begin with: the longest that two workers hold, since the longest of all may be a turn of this one
+        common = sorted([0.0, *cached.values()])[-2 if len(cached) > 1 else -1]
+        sent_to = tickets.begin_alike(root, common, total, now)
         if common:
-            for worker in tickets.begin_alike(root, common, total, now):
+            for worker in sent_to:
                 cached[worker.id] = max(common, cached.get(worker.id, 0.0))
+        placement.crowded = bool(unheard) or tickets.crowded
         for ticket in unheard:
             worker = self.policy.rank(placement, candidates)[0][4]
             held = cached.get(worker.id, 0.0)
             share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, self.sessions.expected_peak(session, total), 0.0)
             tickets.assume(ticket, root, worker, share, held, now)
+            sent_to.add(worker)
             if common > held:
                 cached[worker.id] = common
+        return sent_to
 
     def failed(self, decision: Decision) -> None:
         """The request was not answered as asked (refused, broken, left by its client): what it was to compute is not there."""
@@ -492,8 +499,10 @@ class Router:
         cached = decision.cached_tokens if cached_tokens is None else float(cached_tokens)
         if ttft_s is not None:
             own = worker.prefill_s(max(total - cached, 1.0), total)
+            # a new session of which more was cached than could be known has waited for another gateway's, which computed that
+            waited = decision.reason != "home" and cached > decision.cached_tokens + 2 * self._block_tokens(request)
             # a long wait says more of those ahead than of this request's own prefill
-            if decision.wait_s <= own:
+            if decision.wait_s <= own and decision.certain and not waited:
                 worker.observe_prefill(ttft_s, decision.wait_s + own)
         if decision.cached_tokens > cached:
             worker.computed += decision.cached_tokens - cached

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from routing.fleet import Reservation, Share, Worker
 
-HEARD_WITHIN_S = 0.05  # what a gateway does the others hear of sooner, as long as all is well
+HEARD_WITHIN_S = 0.1  # what a gateway does the others hear of sooner, as long as all is well
 MOST_ASSUMED = 64  # for one ticket
 
 
@@ -35,6 +35,11 @@ class Tickets:
         self.placed: list[tuple[int, str, int]] = []  # this gateway's, to be told: ticket, worker, root
         self._last = 0  # what is up to here was looked at, or will never be heard of
         self._recent: dict[int, _Placing] = {}  # by ticket, in order of time
+
+    @property
+    def crowded(self) -> bool:
+        """New sessions have been placed in the last moments."""
+        return bool(self._recent)
 
     def unheard(self, ticket: int, now: float) -> list[int]:
         """Tickets before this one, which this gateway has drawn, that others must have drawn and nothing is known of yet."""
@@ -61,16 +66,16 @@ class Tickets:
         self._recent[ticket] = _Placing(now, worker, root, None)
 
     def begin_alike(self, root: int, common: float, prompt_tokens: float, now: float) -> set[Worker]:
-        """New sessions with this root turn out to have so many tokens in common: returns the workers that hold these or soon will.
+        """New sessions with this root turn out to have so many tokens in common. Returns the workers to which such have just gone.
 
         Gateways that were each the first to send one to a worker have each counted it whole there. Only the one with the first
         ticket has to compute what they have in common.
         """
-        holding: set[Worker] = set()
+        sent_to: set[Worker] = set()
         for ticket in sorted(ticket for ticket, placing in self._recent.items() if placing.root == root):
             placing = self._recent[ticket]
             worker, load = placing.worker, placing.load
-            if worker in holding and load is not None and placing.held < common:
+            if worker in sent_to and load is not None and placing.held < common:
                 spared = (common - placing.held) * worker.token_s(prompt_tokens)
                 placing.held = common
                 if isinstance(load, Reservation):
@@ -78,8 +83,8 @@ class Tickets:
                 else:
                     load.wait_s = max(load.wait_s - spared, 0.0)
                     worker.hear(f"ticket {ticket}", load, now)
-            holding.add(worker)
-        return holding
+            sent_to.add(worker)
+        return sent_to
 
     def expire(self, now: float) -> None:
         """Forget what is older than a few messages."""

@@ -181,6 +181,16 @@ async def test_the_policy_is_the_pools(redis: RedisServer) -> None:
         settings = config(*(e.url for e in first.gateway.fleet.endpoints.values()), index=shared(redis))
         async with running(settings) as third:
             await until(lambda: third.router.policy.name == "least-loaded", "the policy on a gateway that came later")
+        redis.kill()  # set while it is away, the policy is told when it is back, though it has lost what it had
+        await until(lambda: sharing(first).degraded, "the loss")
+        assert (await first.client.put("/admin/policy", json={"policy": "random"})).status_code == 200
+        await redis.restart()
+        await until(lambda: second.router.policy.name == "random", "the policy")
+        redis.kill()
+        await until(lambda: sharing(first).degraded and sharing(second).degraded, "the loss")
+        await redis.restart()
+        await together(first, second)
+        await until(lambda: redis.admin("GET", "{wr:default}:1:P") == "random", "the policy in a Redis that had lost it")
 
 
 async def test_no_text_and_no_guessable_hash_of_it_reaches_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +297,7 @@ async def test_a_restart_with_an_empty_dataset_is_made_good_from_what_gateways_k
         assert [await ask(first, chat(f"task {number}", "an answer " * 400, "more")) for number in range(4)] == warm
         await redis.restart()
         await together(first, second)
+        await until(lambda: sum(w.others_live_sessions for w in second.router.workers.values()) == 4, "the other's sessions")
         again = [await ask(second, chat(f"task {number}", "an answer " * 400, "more", "yes", "and now")) for number in range(4)]
         assert again == warm
 

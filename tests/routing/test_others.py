@@ -347,22 +347,23 @@ def test_another_gateways_events_that_keep_being_wrong_are_not_believed() -> Non
 # --- as good as one gateway ---
 
 
-def burst(gateways: int, seed: int, gap_s: float) -> float:
-    """64 cold requests with one shared prefix over 4 equal workers: busiest over mean."""
+def burst(gateways: int, seed: int, gap_s: float, own: int) -> float:
+    """64 cold requests over 4 equal workers, each of 64 blocks, of which `own` are not shared by all: busiest over mean."""
     fleet = SharedFleet(gateways, 4, seed=seed)
-    for number, client in enumerate(agents(64, 1, seed, shared=blocks(32), own=32)):
+    for number, client in enumerate(agents(64, 1, seed, shared=blocks(64 - own), own=own, named=own > 4)):
         fleet.start(client, 1.0 + gap_s * number)
     fleet.run()
     return busiest_over_mean(fleet.requests, 4)
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.0002, 0.001, 0.005, 0.02])
-def test_a_burst_over_three_gateways_does_not_herd(gap_s: float) -> None:
+@pytest.mark.parametrize("own", [32, 4])
+def test_a_burst_over_three_gateways_does_not_herd(gap_s: float, own: int) -> None:
     seeds = range(5)
-    alone = statistics.mean(burst(1, seed, gap_s) for seed in seeds)
-    three = [burst(3, seed, gap_s) for seed in seeds]
-    # 64 requests drawn over three gateways cannot be split evenly without a word: one more here or there is 0.06
-    assert statistics.mean(three) <= alone + 0.1 and max(three) <= alone + 0.2, three
+    alone = [burst(1, seed, gap_s, own) for seed in seeds]
+    three = [burst(3, seed, gap_s, own) for seed in seeds]
+    # one request more or less is 0.06
+    assert statistics.mean(three) <= statistics.mean(alone) + 0.04 and max(three) <= max(alone) + 0.07, three
 
 
 def loop(gateways: int, seed: int, *, shares: bool = True, sticky: bool = False, capacity: int = 1_000_000) -> SharedFleet:

@@ -182,6 +182,7 @@ class SharedFleet(VirtualFleet):
     """Several gateways, each turn through any of them. Workers have a real KV cache (least recently used blocks go first).
 
     What gateways tell each other, the shared index and the sessions' records take `delay_s`; without `shares` they tell nothing.
+    A gateway asks before it decides, a random part of `answer_s` before, and gets its answers in the order of its questions.
     """
 
     def __init__(
@@ -191,10 +192,12 @@ class SharedFleet(VirtualFleet):
         *,
         seed: int = 0,
         delay_s: float = 0.005,
+        answer_s: float = 0.001,
         shares: bool = True,
         sticky: bool = False,
     ) -> None:
         self.delay_s = delay_s
+        self.answer_s = answer_s
         self.shares = shares
         self.sticky = sticky
         self.gateway_of: dict[str | None, int] = {}
@@ -209,6 +212,8 @@ class SharedFleet(VirtualFleet):
         self.others = [Others(router, f"g{number}") for number, router in enumerate(self.routers)]
         self._draw = random.Random(seed)
         self._tickets = itertools.count(1)
+        self._answered = [0.0] * gateways  # when each has had its last answer
+        self._asked: dict[int, tuple[int, RouteRequest, dict[str, int] | None]] = {}  # what is on its way: gateway, request, match
         self._published = [False] * gateways
         self._truth = MemoryIndex()
         self._caches = RoutingMemory(self._truth)
@@ -219,12 +224,15 @@ class SharedFleet(VirtualFleet):
                 self._publish(number, True)
             self.at(0.0, self._publish_all)
 
-    def decide(self, client: Client) -> Decision:
+    def start(self, client: Client, when: float) -> None:
+        self.running += 1
+        self.at(when, lambda: self._ask_others(client))
+
+    def _ask_others(self, client: Client) -> None:
         if self.sticky:
             number = self.gateway_of.setdefault(client.name, self._draw.randrange(len(self.routers)))
         else:
             number = self._draw.randrange(len(self.routers))
-        router = self.routers[number]
         asked = request(client.hashes, client.name)
         known: dict[str, int] | None = None
         if self.shares:
@@ -232,11 +240,17 @@ class SharedFleet(VirtualFleet):
             for holder, depth in self.index.match(client.hashes).items():
                 worker = holder.partition("|")[2]
                 known[worker] = max(depth, known.get(worker, 0))
-            if (session_id := router.session_id(asked)) is not None:
+            if (session_id := self.routers[number].session_id(asked)) is not None:
                 asked.shared = SessionRecord.decode(self.records.get(session_id, b""))
-            if asked.shared is None:
+            if asked.shared is None and len(self.others[number]):
                 asked.ticket = next(self._tickets)
-        decision = router.decide(asked, self.now, known=known)
+        self._asked[id(client)] = number, asked, known
+        self._answered[number] = max(self._answered[number], self.now + self._draw.uniform(0.0, self.answer_s))
+        self.at(self._answered[number], lambda: self._ask(client))
+
+    def decide(self, client: Client) -> Decision:
+        number, asked, known = self._asked.pop(id(client))
+        decision = self.routers[number].decide(asked, self.now, known=known)
         if self.shares and (record := decision.session_record()) is not None:
             self.at(self.now + self.delay_s, lambda: self.records.__setitem__(asked.session_id or b"", record.encode()))
         return decision

@@ -1,0 +1,126 @@
+"""Tickets: a gateway takes it that sessions which drew theirs before, unheard of, go where it would send them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from routing.others import Others
+from routing.router import Decision, Router
+from routing.tickets import HEARD_WITHIN_S
+from tests.routing.virtual import blocks, new_router, request
+
+
+def place(router: Router, prompt: list[int], session: str, ticket: int, now: float = 0.0) -> Decision:
+    asked = request(prompt, session)
+    asked.ticket = ticket
+    return router.decide(asked, now)
+
+
+def tell(speaker: Others, hearer: Others, now: float) -> None:
+    hearer.heard(json.loads(json.dumps(speaker.message(now, False))), now)
+
+
+def in_flight(router: Router) -> list[int]:
+    return [worker.in_flight + worker.others_in_flight for worker in router.workers.values()]
+
+
+def test_gateways_that_have_heard_nothing_place_in_turn() -> None:
+    a, b = new_router(4), new_router(4)
+    prefix = blocks(20)
+    placed = [place(router, prefix + blocks(20), f"s{n}", n).worker.id for n, router in enumerate([a, b, b, a, b, a, a, b], 1)]
+    assert placed == ["w0", "w1", "w2", "w3"] * 2
+
+
+def test_what_was_assumed_gives_way_to_what_is_told() -> None:
+    a, b = new_router(2), new_router(2)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    a.set_up(a.workers["w0"], False)  # so that it does not do what the other assumes
+    place(a, blocks(40), "s1", 1)
+    second = place(b, blocks(40), "s2", 2)
+    assert (second.worker.id, in_flight(b)) == ("w1", [1, 1])
+    tell(says_a, says_b, 0.005)
+    assert in_flight(b) == [0, 2]
+    assert b.workers["w0"].others_pending_s == 0.0
+
+
+def test_what_nobody_tells_of_is_forgotten() -> None:
+    router = new_router(2)
+    others = Others(router, "a")
+    place(router, blocks(40), "s", 3)
+    assert sum(in_flight(router)) == 3
+    others.expire(HEARD_WITHIN_S + 0.001)
+    assert sum(in_flight(router)) == 1
+
+
+def test_an_own_ticket_that_is_used_late_counts_once() -> None:
+    router = new_router(2)
+    place(router, blocks(40), "s2", 2)
+    place(router, blocks(40), "s1", 1)
+    assert in_flight(router) == [1, 1]
+
+
+def test_a_counter_that_begins_anew_or_leaps_does_no_harm() -> None:
+    router = new_router(2)
+    place(router, blocks(40), "s1", 1_000_000)
+    Others(router, "a").expire(1.0)
+    place(router, blocks(40), "s2", 1, 1.0)
+    assert sum(in_flight(router)) == 2
+    place(router, blocks(40), "s3", 3, 1.0)
+    assert sum(in_flight(router)) == 4
+
+
+def test_a_request_that_is_placed_again_uses_its_ticket_once() -> None:
+    router = new_router(2)
+    asked = request(blocks(40), "s")
+    asked.ticket = 1
+    first = router.decide(asked, 0.0)
+    first.reservation.release(0.1)
+    router.decide(asked, 0.1, exclude=[first.worker])
+    assert [ticket for ticket, _, _ in router.tickets.placed] == [1]
+
+
+def test_a_shared_beginning_that_two_gateways_send_to_one_worker_is_counted_once() -> None:
+    a, b = new_router(1), new_router(1)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    alone = new_router(1)
+    prefix = blocks(60)
+    for number, router in enumerate([a, b, b, a], 1):
+        prompt = prefix + blocks(4)
+        place(router, prompt, f"s{number}", number)
+        alone.decide(request(prompt, f"s{number}"), 0.0)
+    tell(says_b, says_a, 0.0)
+    tell(says_a, says_b, 0.0)
+    expected = alone.workers["w0"].wait_s(0.0)
+    assert a.workers["w0"].wait_s(0.0) == pytest.approx(expected, rel=0.01) == b.workers["w0"].wait_s(0.0)
+
+
+def test_a_session_without_a_key_goes_where_all_of_it_is_though_its_like_were_just_sent_elsewhere() -> None:
+    a, b = new_router(3), new_router(3)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    prefix, own = blocks(20), blocks(8)
+    homes = [place(a, prefix + end, f"s{n}", n) for n, end in enumerate((own, blocks(8), blocks(8)), 1)]
+    for decision in homes:
+        decision.reservation.release(0.001)
+    tell(says_a, says_b, 0.001)
+    asked = request(prefix + own + blocks(1))
+    asked.ticket = 4
+    depths = {decision.worker.id: 28 if decision is homes[0] else 20 for decision in homes}
+    again = b.decide(asked, 0.002, known=depths)
+    assert {entry[4].id: entry[11] for entry in again.candidates} == {name: depth * 128 for name, depth in depths.items()}
+
+
+def test_what_a_worker_shows_one_gateway_of_its_speed_the_others_learn() -> None:
+    a, b = new_router(2), new_router(2)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    for number in range(8):
+        decision = a.decide(request(blocks(40), f"s{number}"), 10.0 * number)
+        a.learn(decision, prompt_tokens=None, cached_tokens=0, ttft_s=3.0 * decision.prefill_s)
+        decision.worker.observe_decode(0.1, decision.worker.step_s())
+        decision.reservation.release(10.0 * number)
+        tell(says_a, says_b, 10.0 * number)
+    for name in a.workers:
+        assert a.workers[name].prefill_scale > 1.5
+        assert b.workers[name].prefill_scale == pytest.approx(a.workers[name].prefill_scale, rel=0.02)
+        assert b.workers[name].decode_scale == pytest.approx(a.workers[name].decode_scale, rel=0.02)
