@@ -174,6 +174,7 @@ async def test_a_worker_that_goes_down_during_the_handshake_gets_no_request() ->
         assert response.status_code == 200 and response.headers["x-warmroute-worker"] != first[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["large", "pipelined"])
 async def test_a_client_that_takes_nothing_of_any_answer_is_cut(way: str) -> None:
     async def large(request: WorkerRequest) -> None:

@@ -230,6 +230,7 @@ async def test_an_engine_that_is_back_on_other_ports_or_without_events_is_not_be
             assert not any(holder.startswith(f"kv:{engine.id}") for holder in stack.router.index.match(known.chain.hashes))
 
 
+@pytest.mark.slow
 async def test_a_publisher_that_was_never_heard_leaves_routing_memory_in_charge(model: Path) -> None:
     engine = Engine()
     Engine.tokens = TokenMode(model, BLOCK)
@@ -241,6 +242,7 @@ async def test_a_publisher_that_was_never_heard_leaves_routing_memory_in_charge(
             assert (await chosen(stack, LONG))[1] > 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oddity", ["metrics", "endpoint", "text", "list"])
 async def test_an_odd_worker_does_not_keep_the_others_from_being_used(model: Path, oddity: str) -> None:
     class Odd(Engine):

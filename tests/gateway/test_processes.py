@@ -275,6 +275,7 @@ async def test_children_end_with_a_parent_that_was_killed(tmp_path: Path, redis:
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the children's end")
 
 
+@pytest.mark.slow
 async def test_what_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ended(*options: str) -> tuple[int, str]:
         program = Program("gateways", [sys.executable, "-m", "gateway.cli", "serve", "--processes", "2", *options], tmp_path / "log")

@@ -188,6 +188,7 @@ async def test_an_agent_waits_for_its_engine(redis: RedisServer) -> None:
         await until(lambda: up(stack) == {engine.id}, "the worker")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 async def test_requests_in_flight_outlive_the_lease_and_new_ones_go_elsewhere(redis: RedisServer) -> None:
     async def begin(request: WorkerRequest) -> None:

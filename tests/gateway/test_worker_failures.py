@@ -21,6 +21,7 @@ from workers.simfaults import Faults
 from workers.simserver import SimServer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_a_frozen_worker_costs_the_others_requests_nothing_and_its_own_move(stream: bool) -> None:
     """One of four accepts everything and answers nothing. Rounds of sessions run before and during: same times for the others."""
@@ -68,6 +69,7 @@ async def _sessions(stack: Stack, name: str, stream: bool) -> list[tuple[int, st
     return await asyncio.gather(*(one(number) for number in range(24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_sent", [True, False], ids=["head-sent", "nothing-sent"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_requests_stuck_at_a_worker_move_once_probes_give_up(stream: bool, head_sent: bool) -> None:
@@ -277,6 +279,7 @@ class Process:
         return f"127.0.0.1:{self.port}"
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_fails_no_request_that_had_sent_nothing_and_is_used_again_when_it_is_back() -> None:
     processes = [Process() for _ in range(3)]
     await asyncio.gather(*(p.start() for p in processes))

@@ -556,6 +556,7 @@ async def test_messages_arrive_in_order_also_after_the_connection_was_lost(serve
         assert len(owner.downs) == 1
 
 
+@pytest.mark.slow
 async def test_a_quiet_channel_is_no_outage_but_a_frozen_server_is(server: RedisServer) -> None:
     async with subscriber_of(server, silence_s=0.6) as (heard, owner):
         await asyncio.sleep(1.5)
