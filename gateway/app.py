@@ -172,7 +172,10 @@ class Gateway:
 
     def _answer(self, question: Question) -> dict[str, Any]:
         if policy := question.get("policy"):
-            self.fleet.router.use_policy(policy)
+            if self.fleet.sharing is not None:
+                self.fleet.sharing.use_policy(policy)
+            else:
+                self.fleet.router.use_policy(policy)
             return {"policy": policy}
         return self._report()
 

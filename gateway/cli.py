@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 import uvloop
+from pydantic import ValidationError
 
 from gateway.agentcli import agent_command
-from gateway.config import Config, ConfigError, load
+from gateway.config import Config, ConfigError, from_environment, load, missing_secrets, reason
 from gateway.doctor import doctor_command
 from kvindex.tokenizer import TokenizerError
 from workers.launchcli import launch_command
@@ -107,8 +108,13 @@ def _require_shared_index(config: Config, processes: int) -> None:
 @main.command("check-config")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 def check_config(path: Path) -> None:
-    """Check a configuration file: every fault with its line and what to do. Exits 1 when there is one."""
+    """Check a configuration file: every fault with its line and what to do. Exits 1 when there is one.
+
+    A secret that is not in the environment is only a warning: it need not be where the file is checked.
+    """
     config = _config_or_exit(path)
+    for warning in missing_secrets(config):
+        click.echo(f"{path}: warning: {warning}", err=True)
     models = {worker.model for worker in config.workers if worker.model} | {model.name for model in config.models}
     click.echo(f"{path}: ok ({len(config.workers)} workers, models: {', '.join(sorted(models)) or 'discovered from the workers'})")
 
@@ -128,7 +134,7 @@ worker.add_command(sim_command, "sim")
 
 def _config_or_exit(path: Path | None) -> Config:
     try:
-        return load(path) if path is not None else Config()
+        return load(path) if path is not None else from_environment()
     except ConfigError as error:
         for fault in error.faults:
             click.echo(fault, err=True)
@@ -146,6 +152,8 @@ def _with_flags(config: Config, workers: str | None, host: str | None, port: int
     if workers:
         try:
             added = [worker_from_url(url.strip()) for url in workers.split(",") if url.strip()]
+        except ValidationError as error:
+            raise click.UsageError(f"--workers: {reason(error)}") from None
         except ValueError as error:
             raise click.UsageError(f"--workers: {error}") from None
         known = {w.url for w in config.workers}

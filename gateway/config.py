@@ -9,10 +9,11 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gateway.allowed_urls import AllowedURLs
@@ -20,6 +21,8 @@ from workers.latency import LATENCY_MODELS, LatencyModel
 from workers.profile import Speculation, WorkerProfile
 
 POLICY_NAMES = Literal["warm", "round-robin", "random", "least-loaded", "session-affinity"]
+MOST_NAME_BYTES = 200  # of a worker's name
+LEAST_SECRET = 16  # characters of a secret that gateways share
 
 
 class Strict(BaseModel):
@@ -99,7 +102,7 @@ class WorkerConfig(WorkerProfile):
     """One worker: its URL and its engine configuration."""
 
     url: str = Field(description="http(s)://host:port")
-    name: str | None = Field(None, description="name in metrics and logs; host:port when absent")
+    name: str | None = Field(None, validate_default=True, description="name in metrics and logs; host:port when absent")
     api_key_env: str | None = Field(None, description="environment variable that holds the worker's API key")
     kv_events: Literal["auto", "off"] | KVEvents = Field(
         "auto", description="auto: asks the worker where it publishes KV events; off: only routing memory; or the endpoints"
@@ -114,6 +117,15 @@ class WorkerConfig(WorkerProfile):
             raise ValueError("must not hold credentials; name an environment variable in api_key_env")
         return url.rstrip("/")
 
+    @field_validator("name")
+    @classmethod
+    def _can_be_a_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is not None and (why := _unfit_name(name)):
+            raise ValueError(why)
+        if name is None and "url" in info.data and (why := _unfit_name(_name_from(info.data["url"]))):
+            raise ValueError(f"is needed, the url cannot stand for it: a name {why}")
+        return name
+
     @field_validator("latency")
     @classmethod
     def _known_latency(cls, latency: LatencyModel | str) -> LatencyModel | str:
@@ -123,7 +135,7 @@ class WorkerConfig(WorkerProfile):
 
     @property
     def id(self) -> str:
-        return self.name or self.url.split("://", 1)[1]
+        return self.name or _name_from(self.url)
 
     def profile(self) -> WorkerProfile:
         """The engine configuration alone."""
@@ -134,11 +146,39 @@ class WorkerConfig(WorkerProfile):
         return WorkerProfile(**{name: getattr(self, name) for name in self.model_fields_set & WorkerProfile.model_fields.keys()})
 
 
+def _name_from(url: str) -> str:
+    return url.split("://", 1)[1]
+
+
+def _unfit_name(name: str) -> str | None:
+    """Why a worker cannot have this name, which is also a holder in the index, part of a rank's name and of keys; None if it can."""
+    if not name:
+        return "must not be empty"
+    if len(name.encode("utf-8", "surrogatepass")) > MOST_NAME_BYTES:
+        return f"must have {MOST_NAME_BYTES} bytes at most"
+    if re.search(r"[\s@#|]", name):
+        return "must be without whitespace, '@', '#' and '|'"
+    if name.startswith("kv:"):
+        return "must not begin with 'kv:', which stands for what a worker's KV events tell"
+    return None
+
+
+def _redis_node(node: str) -> str:
+    if "@" in node:
+        raise ValueError("must be host:port alone; user and password are those of url and password_env")
+    host, _, port = node.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("must be host:port")
+    return node
+
+
 class RedisConfig(Strict):
     """The Redis or Valkey (7.0 or later) through which gateways share the index, load and sessions."""
 
     url: str = Field("redis://127.0.0.1:6379/0", description="redis://[user@]host:port/db, rediss://... or unix:///path; no password in it")
-    nodes: list[str] = Field(default_factory=list, description="host:port of Sentinels or of further cluster nodes")
+    nodes: list[Annotated[str, AfterValidator(_redis_node)]] = Field(
+        default_factory=list, description="host:port of Sentinels or of further cluster nodes"
+    )
     sentinel_master: str | None = Field(None, description="the master's name; `nodes` are the Sentinels then")
     cluster: bool = Field(False, description="whether it is a Redis Cluster")
     password_env: str | None = Field(None, description="environment variable that holds the password")
@@ -159,7 +199,39 @@ class RedisConfig(Strict):
             raise ValueError("must be redis://host:port, rediss://host:port or unix:///path")
         if ":" in url.split("://", 1)[1].rpartition("@")[0]:  # it would show in logs and in the process list
             raise ValueError("must not hold a password; name an environment variable in password_env")
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError:  # its text holds the url
+            raise ValueError("must be redis://host:port with a port from 0 to 65535") from None
+        if any("password" in name.lower() for name in parse_qs(parts.query, keep_blank_values=True)):
+            raise ValueError("must not hold a password; name an environment variable in password_env")
         return url
+
+    @field_validator("sentinel_master")
+    @classmethod
+    def _has_sentinels(cls, master: str | None, info: ValidationInfo) -> str | None:
+        if master and info.data.get("nodes") == []:
+            raise ValueError("needs 'nodes': the Sentinels' host:port, e.g. [sentinel1:26379, sentinel2:26379]")
+        if master and info.data.get("url", "").startswith("unix://"):
+            raise ValueError("cannot go with a unix:// url, which is one server; give redis:// or rediss://")
+        return master
+
+    @field_validator("cluster")
+    @classmethod
+    def _can_be_a_cluster(cls, cluster: bool, info: ValidationInfo) -> bool:
+        if cluster and info.data.get("sentinel_master"):
+            raise ValueError("cannot go with sentinel_master, a cluster has no Sentinels; remove one of the two")
+        if cluster and info.data.get("url", "").startswith("unix://"):
+            raise ValueError("cannot go with a unix:// url, which is one server; give redis:// or rediss://")
+        return cluster
+
+    @field_validator("ca_file", "cert_file", "key_file")
+    @classmethod
+    def _is_a_file(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError("must be a local file")
+        return file
 
 
 class IndexConfig(Strict):
@@ -209,6 +281,8 @@ class RegistryConfig(Strict):
     @field_validator("allow")
     @classmethod
     def _can_be_read(cls, allow: list[str]) -> list[str]:
+        if any("@" in item for item in allow):
+            raise ValueError("must be networks, hosts and domains alone, without credentials")
         AllowedURLs(allow)
         return allow
 
@@ -265,6 +339,23 @@ class Config(BaseSettings):
         return self
 
 
+def missing_secrets(config: Config) -> list[str]:
+    """What `serve` will want from the environment and this process's does not have; each a line that says what to do."""
+    redis, wanted = config.index.redis, []
+    if config.index.backend == "redis":
+        wanted.append(("index.backend redis", redis.secret_env, "the same on every gateway of the pool"))
+    if config.registry.enabled:
+        wanted.append(("the registry of workers", config.registry.secret_env, "the same for agents and gateways"))
+    missing = [
+        f"{who} needs a secret of {LEAST_SECRET} characters or more in {variable}, {where}; make one with: openssl rand -hex 32"
+        for who, variable, where in wanted
+        if len(os.environ.get(variable, "")) < LEAST_SECRET
+    ]
+    if config.index.backend == "redis" and redis.password_env and not os.environ.get(redis.password_env):
+        missing.append(f"index.redis.password_env names {redis.password_env}, which is not set in the environment")
+    return missing
+
+
 class ConfigError(Exception):
     """One or more faults in a configuration; each a line that says where and what to do."""
 
@@ -300,6 +391,20 @@ def load(path: str | Path) -> Config:
         raise ConfigError([f"{path}: {error}"]) from None
 
 
+def from_environment() -> Config:
+    """The configuration without a file. Raises ConfigError."""
+    try:
+        return Config()
+    except ValidationError as error:
+        raise ConfigError([_describe("environment", None, fault) for fault in error.errors() if not _is_of_another_kind(fault)]) from None
+
+
+def reason(error: ValidationError) -> str:
+    """The first fault of a setting that stands in no file, e.g. a flag's; without the value when that may hold a secret."""
+    fault = error.errors()[0]
+    return _reason(fault, list(fault["loc"]))
+
+
 def _is_of_another_kind(fault: Any) -> bool:
     """Whether this says only that a mapping is no word, or a word no mapping: the union's other member says what is wrong."""
     kind, given = fault["type"], fault.get("input")
@@ -317,7 +422,8 @@ def _describe(path: str | Path, node: yaml.Node | None, fault: Any) -> str:
     override = "WARMROUTE_" + "__".join(str(part).upper() for part in location)
     if override in os.environ:
         return f"environment {override}: {_reason(fault, location)}"
-    return f"{path}:{line}: {dotted}: {_reason(fault, location)}"
+    where = f"{path}:{line}" if node is not None else str(path)
+    return f"{where}: {dotted}: {_reason(fault, location)}"
 
 
 def _reason(fault: Any, location: list[Any]) -> str:
@@ -331,8 +437,13 @@ def _reason(fault: Any, location: list[Any]) -> str:
         return "is required; add it"
     message = fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
-    shown = f" (got {given!r})" if isinstance(given, str | int | float | bool) else ""
+    shown = f" (got {given!r})" if isinstance(given, str | int | float | bool) and not _may_hold_a_secret(given, location) else ""
     return f"{message[0].lower()}{message[1:]}{shown}"
+
+
+def _may_hold_a_secret(given: Any, location: list[Any]) -> bool:
+    """Whether this is not to be shown: Redis's URL, and whatever may be a URL with credentials."""
+    return location[-2:] == ["redis", "url"] or (isinstance(given, str) and "@" in given)
 
 
 def _known_keys(location: list[Any]) -> list[str]:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import httpx
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.config import Config, ConfigError, ModelConfig, WorkerConfig, load
+from gateway.config import Config, ConfigError, ModelConfig, WorkerConfig, load, reason
 from gateway.dialects import CHAT, COMPLETIONS, Dialect
 from gateway.doctor_requests import battery, read_trace
 from kvindex.tokenizer import NotEncodable, TokenizerError
@@ -253,8 +254,8 @@ def doctor_command(urls: tuple[str, ...], config_path: Path | None, tokenizer: P
     try:
         known = {worker.url for worker in config.workers}
         added = [WorkerConfig(url=url) for url in urls if url.rstrip("/") not in known]
-    except ValueError as error:
-        raise click.UsageError(f"a worker's URL must be http://host:port: {error}") from None
+    except ValidationError as error:
+        raise click.UsageError(f"a worker's URL {reason(error)}") from None
     config = config.model_copy(update={"workers": config.workers + added})
     if not config.workers:
         raise click.UsageError("no workers: give their URLs, or a --config file with a 'workers' list")

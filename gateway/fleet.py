@@ -313,17 +313,24 @@ class Fleet:
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:
+                sources = dict(self._sources_of)  # those that are asked for: one that comes up meanwhile is not another's
                 mine = await self._mine()
-                for worker_id, source in list(self._sources_of.items()):
+                changes = []
+                for worker_id, source in sources.items():
                     worker = self.router.workers.get(worker_id)
-                    if worker is None:
+                    if worker is None or self._sources_of.get(worker_id) != source:
                         continue
                     if worker_id not in mine:
-                        await self._unfollow(worker, "another gateway follows its KV events")
-                    elif worker_id not in self.feeds and self.endpoints[worker_id].up:
-                        await self._follow(worker, source)
+                        changes.append(self._unfollow(worker, "another gateway follows its KV events"))
+                    elif worker_id not in self.feeds and self.endpoints[worker_id].up and self._index_block(worker_id) is not None:
+                        changes.append(self._follow(worker, source))
+                await asyncio.gather(*changes)
             except Exception:  # never the end of it
                 logger.exception("following the workers' KV events failed")
+
+    def _index_block(self, worker_id: str) -> int | None:
+        """Tokens of the index block of the worker's model; None where that is not in token mode."""
+        return next((self.router.token_blocks[m] for m in self.endpoints[worker_id].models if m in self.router.token_blocks), None)
 
     async def _unfollow(self, worker: Worker, why: str) -> None:
         """The events of this worker are no longer to be followed here."""
@@ -339,8 +346,10 @@ class Fleet:
         if feed is not None and feed.source != source:  # restarted with other ports
             await self._unfollow(worker, "it publishes its KV events elsewhere now")
             feed = None
+        if self.router.workers.get(worker.id) is not worker:
+            return  # it went away meanwhile
         if feed is None:
-            block_tokens = next((self.router.token_blocks[m] for m in endpoint.models if m in self.router.token_blocks), None)
+            block_tokens = self._index_block(worker.id)
             if block_tokens is None:
                 names = ", ".join(endpoint.models)
                 logger.info("worker %s publishes KV events; name the tokenizer of %s under 'models' to make use of them", worker.id, names)

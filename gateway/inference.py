@@ -310,8 +310,6 @@ class Inference:
                 self.metrics.retries["worker_error" if error else "worker_lost"] = (
                     self.metrics.retries.get("worker_error" if error else "worker_lost", 0) + 1
                 )
-            if self.sharing is not None:
-                self.sharing.placed(decision)
             worker = decision.worker
             series = self.metrics.of(served, relay.tier, worker.id)
             reason = (decision.policy, decision.reason)
@@ -321,6 +319,8 @@ class Inference:
                 series.overhead.observe(clock() - relay.started_at)
             head = self.fleet.request_head(worker.id, path, len(body), extra)
             try:
+                if self.sharing is not None:
+                    self.sharing.placed(decision)
                 await self._attempt(relay, decision, head, body)
                 self._account(relay, decision)
                 return
@@ -677,26 +677,31 @@ class Inference:
 
     async def _tick(self) -> None:
         """Once a second: keepalives for silent streams, an end to clients that take nothing, stale connections closed."""
-        upstream, write_timeout_s = self.config.upstream, self.config.listen.write_timeout_s
         while True:
-            await asyncio.sleep(min(1.0, upstream.keepalive_s / 4))
-            now = clock()
-            for relay in list(self.active):
-                exchange = relay.exchange
-                if relay.settle() and exchange is not None:
-                    exchange.heard()
-                if exchange is None:
-                    continue
-                silent_s = now - relay.last_at
-                if exchange.waiting:
-                    if silent_s > upstream.keepalive_s:
-                        exchange.nudge()
-                elif silent_s > write_timeout_s and relay.connection is not None:
-                    logger.warning("request %s: its client took nothing for %g s", relay.request_id.decode(), write_timeout_s)
-                    relay.connection.transport.abort()
-            for pool in self.fleet.pools.values():
-                pool.drop_stale()
-            self.router.expire(now)
+            await asyncio.sleep(min(1.0, self.config.upstream.keepalive_s / 4))
+            try:
+                self._look_after(clock())
+            except Exception:  # a fault in one turn must not be the end of all
+                logger.exception("looking after the requests under way failed")
+
+    def _look_after(self, now: float) -> None:
+        upstream, write_timeout_s = self.config.upstream, self.config.listen.write_timeout_s
+        for relay in list(self.active):
+            exchange = relay.exchange
+            if relay.settle() and exchange is not None:
+                exchange.heard()
+            if exchange is None:
+                continue
+            silent_s = now - relay.last_at
+            if exchange.waiting:
+                if silent_s > upstream.keepalive_s:
+                    exchange.nudge()
+            elif silent_s > write_timeout_s and relay.connection is not None:
+                logger.warning("request %s: its client took nothing for %g s", relay.request_id.decode(), write_timeout_s)
+                relay.connection.transport.abort()
+        for pool in self.fleet.pools.values():
+            pool.drop_stale()
+        self.router.expire(now)
 
 
 async def _watch(receive: Any, relay: Relay) -> None:

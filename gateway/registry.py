@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from gateway.allowed_urls import AllowedURLs, NotAllowed
-from gateway.config import Config, WorkerConfig
+from gateway.config import LEAST_SECRET, Config, WorkerConfig
 from gateway.sharing import redis_target
 from gateway.worker_entries import (
     BEAT_S,
     LEASE_S,
-    LEAST_SECRET,
     LIST,
     MOST_BYTES,
     MOST_WORKERS,

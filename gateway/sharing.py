@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from gateway.config import IndexConfig, RedisConfig
+from gateway.config import LEAST_SECRET, IndexConfig, RedisConfig
 from kvindex.chain import use_pool_secret
 from kvindex.memory import MemoryIndex
 from kvindex.redis_index import RedisIndex, ShardedIndex, key_prefix
@@ -74,10 +74,10 @@ class Sharing:
     def __init__(self, config: IndexConfig, local: MemoryIndex):
         redis = config.redis
         secret = os.environ.get(redis.secret_env, "")
-        if len(secret) < 16:
+        if len(secret) < LEAST_SECRET:
             raise ValueError(
-                f"index.backend redis needs a secret of 16 characters or more in {redis.secret_env}, the same on every gateway "
-                "of the pool; make one with: openssl rand -hex 32"
+                f"index.backend redis needs a secret of {LEAST_SECRET} characters or more in {redis.secret_env}, the same on every "
+                "gateway of the pool; make one with: openssl rand -hex 32"
             )
         use_pool_secret(secret)
         self._secret = blake2b(secret.encode(), digest_size=32, person=b"warmroute-ids").digest()
@@ -112,6 +112,7 @@ class Sharing:
         self._down_since: float | None = None
         self._connected = asyncio.Event()
         self._background: set[asyncio.Future[None]] = set()
+        self._stopped = False
         self._policy: str | None = None  # the pool's, where one was set
         self._policy_told = True  # Redis has it
         self.followed: set[str] = set()  # workers whose events this gateway is to follow
@@ -148,6 +149,7 @@ class Sharing:
 
     async def stop(self) -> None:
         """Say goodbye, so that nobody waits for a lease to end."""
+        self._stopped = True  # after the goodbye nothing more is said
         ending = [*self._tasks, *self._background]
         for task in ending:
             task.cancel()
@@ -255,7 +257,7 @@ class Sharing:
         if self._tell_soon is not None:
             self._tell_soon.cancel()
             self._tell_soon = None
-        if not self._line.up:
+        if self._stopped or not self._line.up:
             return  # what has changed is told when it is back
         message = self.others.message(clock(), full)
         if message is not None:
@@ -268,16 +270,19 @@ class Sharing:
             message = None
         if isinstance(message, dict) and isinstance(policy := message.get("policy"), str):
             if message.get("gateway") != self.gateway_id:
-                self._use_policy(policy)
+                self.use_policy(policy)
             return
         self.others.heard(message, clock())
 
     async def _keep_telling(self) -> None:
         for turn in itertools.count():
-            self._tell(full=True)
-            self.others.expire(clock())
-            if turn % SETTINGS_TURNS == 0:  # what was published may have been missed
-                await self._settle_policy()
+            try:
+                self._tell(full=True)
+                self.others.expire(clock())
+                if turn % SETTINGS_TURNS == 0:  # what was published may have been missed
+                    await self._settle_policy()
+            except Exception:  # a fault in one turn must not be the end of all
+                logger.exception("telling the other gateways failed")
             await asyncio.sleep(TELL_ALL_S)
 
     # --- settings of the pool ---
@@ -287,7 +292,8 @@ class Sharing:
         self._policy, self._policy_told = name, False
         self._in_background(self._settle_policy())
 
-    def _use_policy(self, name: str) -> None:
+    def use_policy(self, name: str) -> None:
+        """Use the policy that the pool uses."""
         if name in POLICIES:
             self._policy, self._policy_told = name, True
             if name != self.router.policy.name:
@@ -300,13 +306,17 @@ class Sharing:
 
     async def _settle_policy(self) -> None:
         """Tell the pool the policy that was set here, or learn the one that is; a Redis that has lost it gets it again."""
+        name, told = self._policy, self._policy_told
         try:
-            kept = await self._line.call("GET", f"{self._prefix}P") if self._policy_told else None
+            kept = await self._line.call("GET", f"{self._prefix}P") if told else None
+            if (name, told) != (self._policy, self._policy_told):
+                return  # set meanwhile: that is settled by itself
             if kept is not None:
-                self._use_policy(kept.decode("utf-8", "replace"))
-            elif (name := self._policy) is not None:
-                await self._line.call("SET", f"{self._prefix}P", name)
-                self._policy_told = True
+                self.use_policy(kept.decode("utf-8", "replace"))
+            elif name is not None:
+                await self._line.call("SET", f"{self._prefix}P", name, *(("NX",) if told else ()))
+                if name == self._policy:
+                    self._policy_told = True
                 await self._line.call("PUBLISH", self._channel, orjson.dumps({"gateway": self.gateway_id, "policy": name}))
         except (RedisUnavailable, RedisRefused):
             pass  # again when it is back

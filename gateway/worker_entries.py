@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from gateway.config import LEAST_SECRET
 from kvindex.redis_line import Script
 from workers.profile import WorkerProfile
 
@@ -27,7 +28,6 @@ BEAT_S = 1.0  # how often an agent renews its entry, and a gateway looks
 MOST_WORKERS = 4096
 MOST_BYTES = 8192  # of one entry
 MOST_AGE_S = 30.0  # of an entry's making; clocks may be as far apart
-LEAST_SECRET = 16  # characters
 
 RUN_BYTES = 16
 _MAC_BYTES = 32

@@ -113,8 +113,8 @@ class MemoryIndex:
         self._given_up |= bit
 
     def hashes(self) -> list[int]:
-        """All blocks that have an entry, mostly in the order they were stored in."""
-        return list(self._blocks | self._unswept if self._unswept else self._blocks)
+        """All blocks that have an entry, mostly in the order they were stored in; while a sweep runs, some of them twice."""
+        return [*self._unswept, *self._blocks]
 
     def held(self, hashes: Iterable[int]) -> dict[str, list[int]]:
         """Worker -> those of the blocks that it holds; workers that hold none are left out."""

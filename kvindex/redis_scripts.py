@@ -10,6 +10,7 @@ All keys of a pool (or of one shard of it) begin with the same prefix, which hol
     n:<owner>    hash     the owner's holders -> slots
     g            set      owners
     o:<owner>    string   the owner's lease
+    o            string   somebody has just looked for owners whose lease has ended
     f, d         lists    slots that are free; slots given up, waiting for a sweep
     w            hash     the running sweep: its slots, the next bucket
     w:lock       string   who sweeps
@@ -296,6 +297,8 @@ DROP = Script(
     + """
 local dropped = 0
 if call('EXISTS', meta) == 0 then return 0 end
+-- One look at all owners in a while is enough, whoever takes it: it costs Redis a microsecond an owner.
+if not ARGV[1] and not call('SET', prefix .. 'o', '', 'NX', 'PX', 500) then return 0 end
 for _, owner in ipairs(ARGV[1] and ARGV or call('SMEMBERS', prefix .. 'g')) do
   if (ARGV[1] or call('EXISTS', prefix .. 'o:' .. owner) == 0) and call('SREM', prefix .. 'g', owner) == 1 then
     give_up_all(owner)

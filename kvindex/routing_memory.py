@@ -99,10 +99,15 @@ class RoutingMemory:
         self._remove(worker, memory.evict_over_capacity())
 
     def forget(self, worker: str) -> None:
-        """The worker restarted or left: it holds nothing, and its capacity is the configured one again."""
+        """The worker restarted: it holds nothing, and its capacity is the configured one again."""
         memory = self._workers.get(worker)
         if memory is not None:
             self._workers[worker] = _WorkerMemory(memory.configured)
+        self._index.clear(worker)
+
+    def remove(self, worker: str) -> None:
+        """The worker left: nothing is kept of it, and its capacity has to be set anew should it come back."""
+        self._workers.pop(worker, None)
         self._index.clear(worker)
 
     def expire(self, now: float) -> int:

@@ -106,8 +106,10 @@ class SharedIndex:
         except IndexGone:
             if self._recording:
                 self.resync()
-        except (RedisUnavailable, RedisRefused):
+        except RedisUnavailable:
             pass
+        except Exception as error:  # whatever lies in Redis, requests go on without it
+            self._log_refusal("cannot be asked", error)
         return None
 
     async def flush(self) -> None:
@@ -195,15 +197,21 @@ class SharedIndex:
                         future.set_result(None)
 
     def _failed(self, error: Exception, waiting: list[asyncio.Future[None]]) -> None:
-        if isinstance(error, RedisRefused) and str(error) != self._refusal:
-            self._refusal = str(error)  # the line tells of all else
-            logger.warning("the shared index cannot be written: %s", error)
+        if isinstance(error, RedisRefused):
+            self._log_refusal("cannot be written", error)  # the line tells of all else
         self.failed_writes += self._recording
         self._forget()
         self._due.set()
         for future in waiting:
             if not future.done():
                 future.set_exception(RedisUnavailable(str(error)))
+
+    def _log_refusal(self, what: str, error: Exception) -> None:
+        """Once for each reason, until there is another."""
+        reason = f"{what}: {str(error) or type(error).__name__}"
+        if reason != self._refusal:
+            self._refusal = reason
+            logger.warning("the shared index %s", reason)
 
     async def _pause(self) -> None:
         """Before the next attempt; shorter when the line comes up meanwhile."""

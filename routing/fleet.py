@@ -11,7 +11,6 @@ one second passes per second.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +19,10 @@ from typing import Any
 from routing.calibration import ConfigurationScale, WorkerScale
 from routing.trust import Trust
 from workers.profile import WorkerProfile
+
+# What a gateway can have to tell is far below these; sums of greater numbers could overflow.
+MOST_AMOUNT = 1e12
+MOST_COUNT = 1_000_000_000
 
 DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
 
@@ -109,9 +112,11 @@ class Share:
         """From a message's list. Raises ValueError."""
         if not isinstance(numbers, list) or len(numbers) != 7:
             raise ValueError("a worker's share is a list of 7 numbers")
-        if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
-            raise ValueError("the numbers of a worker's share are finite and not negative")
+        if not all(type(n) in (int, float) and 0 <= n <= MOST_AMOUNT for n in numbers):
+            raise ValueError(f"the numbers of a worker's share are from 0 to {MOST_AMOUNT:g}")
         wait_s, prefilling, decoding, active_tokens, live_sessions, working_set, computed = numbers
+        if max(prefilling, decoding, live_sessions) > MOST_COUNT:
+            raise ValueError(f"the counts of a worker's share are at most {MOST_COUNT}")
         return cls(wait_s, int(prefilling), int(decoding), active_tokens, int(live_sessions), working_set, computed)
 
 

@@ -13,12 +13,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from routing.fleet import Share
+from routing.fleet import MOST_AMOUNT, MOST_COUNT, Share
 from routing.router import Router
 
 logger = logging.getLogger("warmroute.others")
 
 _NO_RATES = (0.0, 0.0, 0.0, 0.0)
+_MOST_INT = 2**64 - 1  # tickets are counted up for ever, roots are block hashes
 
 
 @dataclass(slots=True)
@@ -123,13 +124,13 @@ class Others:
             return
         # all of it is read before any of it counts
         seq, full, sessions = message["seq"], message["full"], message["sessions"]
-        if type(seq) is not int or type(full) is not bool or type(sessions) is not int or sessions < 0:
+        if type(seq) is not int or type(full) is not bool or type(sessions) is not int or not 0 <= sessions <= MOST_COUNT:
             raise ValueError("'seq', 'full' or 'sessions' is of another kind")
         rates = _rates(message["rates"])
         shares = {worker: Share.read(numbers) for worker, numbers in message["workers"].items()}
         taken = [(bytes.fromhex(session_id), _count(turns)) for session_id, turns in message["taken"]]
         seen = {worker: (_logs(prefill), _logs(decode)) for worker, (prefill, decode) in message["seen"].items()}
-        placed = [(_count(ticket), str(worker), _count(root)) for ticket, worker, root in message["placed"]]
+        placed = [(_count(ticket, _MOST_INT), str(worker), _count(root, _MOST_INT)) for ticket, worker, root in message["placed"]]
 
         gateway = self._gateways.get(name)
         if gateway is None:
@@ -178,8 +179,8 @@ class Others:
 
 
 def _rates(numbers: Any) -> tuple[float, float, float, float]:
-    if not isinstance(numbers, list) or not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
-        raise ValueError("'rates' are not numbers")
+    if not isinstance(numbers, list) or not all(type(n) in (int, float) and 0 <= n <= MOST_AMOUNT for n in numbers):
+        raise ValueError("'rates' are not numbers, or too great")
     arrivals, work, later_arrivals, later_work = numbers
     return arrivals, work, later_arrivals, later_work
 
@@ -190,7 +191,7 @@ def _logs(numbers: Any) -> list[float]:
     return numbers
 
 
-def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError("turns, a ticket or a root is not a number")
+def _count(number: Any, most: int = MOST_COUNT) -> int:
+    if type(number) is not int or not 0 <= number <= most:
+        raise ValueError("turns, a ticket or a root is not a number, or too great")
     return number

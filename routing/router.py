@@ -203,16 +203,27 @@ class Router:
             if worker in serving:
                 serving.remove(worker)
         self._up.clear()
-        self.lost_cache(worker)
-        self.touched.discard(worker)
+        self.memory.remove(worker_id)
+        self.sessions.forget_home(worker)
         self._elsewhere.pop(worker_id, None)
+        self._load_only.discard(worker_id)
+        # requests that are under way there still end, and are nobody's affair
+        self.touched.discard(worker)
+        worker.touched = set()
         worker.leave_calibration()
+        worker.calibrate_with(ConfigurationScale(), ConfigurationScale())
+        self._drop_unused_scales()
 
     def _calibrate(self, worker: Worker) -> None:
         """Let a worker learn together with those of its configuration."""
         prefill, decode = self._scales.setdefault(_configuration(worker.profile), (ConfigurationScale(), ConfigurationScale()))
         worker.leave_calibration()
         worker.calibrate_with(prefill, decode)
+        self._drop_unused_scales()
+
+    def _drop_unused_scales(self) -> None:
+        for unused in [configuration for configuration, (prefill, _) in self._scales.items() if not prefill.members]:
+            del self._scales[unused]
 
     def set_up(self, worker: Worker, up: bool) -> None:
         """Take a worker out of the candidates, or back in."""
@@ -257,9 +268,8 @@ class Router:
             self.workers[worker_id].trust.check_age(now)
         for worker_id in [w for w in self._elsewhere if w in self.events]:
             del self._elsewhere[worker_id]  # this gateway follows them itself now
-        for worker_id, elsewhere in self._elsewhere.items():
+        for elsewhere in self._elsewhere.values():
             elsewhere.expire(now)
-            self.workers[worker_id].trust.check_age(now)
 
     def _size_memory(self, worker: Worker) -> None:
         model = worker.profile.model or ""
@@ -271,10 +281,11 @@ class Router:
 
     def session_id(self, request: RouteRequest) -> bytes | None:
         """What all gateways know the request's session by (16 bytes); kept in the request. None for a session without a key: its
-        turns go where their prefix is."""
+        turns go where their prefix is. Under another policy it is another one, so that a switch starts cold for all of them."""
         if request.session is None or not request.hashes:
             return None
-        request.session_id = xxh3_128_digest(repr(request.session).encode(), root_of(request.hashes, _root_blocks(request)))
+        root = root_of(request.hashes, _root_blocks(request))
+        request.session_id = xxh3_128_digest(f"{self.policy.name} {request.session!r}".encode(), root)
         return request.session_id
 
     def is_settled(self, request: RouteRequest) -> bool:
@@ -346,7 +357,7 @@ class Router:
                 held = blocks * block
                 cached[holder] = held if held < most else most
             if known:
-                matches = self._merge(matches, known, block, most, cached, now)
+                matches = self._merge(matches, known, block, most, cached)
             if self.events or self._elsewhere or self._load_only:
                 self._use_events(candidates, request, matches, block, most, cached, restore, known is not None)
             session = self.sessions.find(request.session, hashes, longest, now, _root_blocks(request))
@@ -426,7 +437,7 @@ class Router:
             events.withdraw(decision.request.hashes)
 
     def _merge(
-        self, matches: Mapping[str, int], known: Mapping[str, int], block: float, most: float, cached: dict[str, float], now: float
+        self, matches: Mapping[str, int], known: Mapping[str, int], block: float, most: float, cached: dict[str, float]
     ) -> Mapping[str, int]:
         """The local match and the shared one, each holder with the greater depth; puts the workers' into `cached`."""
         merged = dict(matches)
@@ -445,7 +456,6 @@ class Router:
                     self._elsewhere[worker.id] = EventsElsewhere(worker.id)
                 if not worker.trust.has_events:
                     worker.trust.events_attached()
-                worker.trust.heard(now)
         return merged
 
     def _events_of(self, worker: Worker, shared: bool) -> CacheEvents | None:
@@ -529,8 +539,11 @@ class Router:
                 # routing memory is a guess: what matters is that it tells a warm worker from a cold one
                 memory_tolerance=max(2.0 * block, 0.25 * prompt_tokens),
             )
-        if prompt_tokens - cached_tokens > block:
+        # whether an engine has fallen silent only the gateway that follows its events can tell
+        if prompt_tokens - cached_tokens > block and worker.id in self.events:
             trust.computed(since=decision.placed_at)
+        if self.workers.get(worker.id) is not worker:
+            return  # it has left
         if trust.level == "load":
             self._load_only.add(worker.id)
         else:

@@ -90,6 +90,7 @@ class SessionTable:
         self.max_sessions = max_sessions
         self._sessions: OrderedDict[Hashable, Session] = OrderedDict()
         self._by_leaf: dict[int, Session] = {}
+        self._at_home: dict[Worker, set[Session]] = {}  # workers that are somebody's home
         self._sharing: Counter[int] = Counter()
         self._ended: list[tuple[float, int]] = []  # (largest context, turns) of the last sessions that ended
         self._typical_peak = 0.0
@@ -172,7 +173,7 @@ class SessionTable:
         session.context = max(session.context, prompt_tokens)
         if session.home is not worker:
             self._leave_home(session)
-            session.home = worker
+            self._settle(session, worker)
             worker.live_sessions += 1
             worker.working_set += peak
         else:
@@ -202,7 +203,7 @@ class SessionTable:
         session.regret = record.regret
         session.context = max(session.context, record.context)
         if home is not None and session.home is None:
-            session.home = home
+            self._settle(session, home)
             session.peak = session.context
             self._enter_home(session)
 
@@ -275,9 +276,18 @@ class SessionTable:
             self._typical_peak = continued[int(PEAK_QUANTILE * (len(continued) - 1))]
         self._continues = (len(continued) + 1) / (len(sample) + 2)
 
+    def _settle(self, session: Session, home: Worker) -> None:
+        session.home = home
+        self._at_home.setdefault(home, set()).add(session)
+
     def _leave_home(self, session: Session) -> None:
-        if session.home is not None:
+        home = session.home
+        if home is not None:
             self._leave_counts(session)
+            others = self._at_home[home]
+            others.remove(session)
+            if not others:
+                del self._at_home[home]
             session.home = None
             session.regret = 0.0
 
@@ -310,9 +320,8 @@ class SessionTable:
 
     def forget_home(self, worker: Worker) -> None:
         """The worker lost its cache: its sessions have no home, and their next turn is placed like a first."""
-        for session in self._sessions.values():
-            if session.home is worker:
-                self._leave_home(session)
+        for session in list(self._at_home.get(worker, ())):
+            self._leave_home(session)
 
     def clear(self) -> None:
         """End every session."""

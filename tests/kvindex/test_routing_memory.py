@@ -22,6 +22,20 @@ def memory_of(capacity: int, worker: str = "w") -> tuple[RoutingMemory, MemoryIn
     return memory, index
 
 
+def test_nothing_is_kept_of_a_worker_that_left() -> None:
+    memory, index = memory_of(1000)
+    chain = blocks(30)
+    memory.record("w", "s", chain, now=1)
+    memory.remove("w")
+    memory.remove("w")
+    assert index.match(chain) == {} and memory.used_blocks("w") == 0 and not memory.holds("w", "s")
+    with pytest.raises(KeyError):
+        memory.record("w", "s", chain, now=2)
+    memory.set_capacity("w", 10)
+    memory.record("w", "s", chain, now=3)
+    assert index.match(chain) == {"w": 10}
+
+
 def test_a_growing_session_is_matched_to_its_worker() -> None:
     memory, index = memory_of(1000)
     chain = blocks(300)

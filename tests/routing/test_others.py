@@ -131,6 +131,27 @@ def test_malformed_messages_are_ignored(junk: object) -> None:
     assert worker.wait_s(0.0) >= 0.0 and worker.others_live_sessions >= 0 and says_b.malformed > 0
 
 
+@pytest.mark.parametrize("place", ["share", "count", "rates", "sessions", "turns"])
+def test_numbers_that_would_overflow_are_malformed(place: str) -> None:
+    a, says_a, b, says_b = pair(1)
+    a.decide(request(blocks(4), "s"), 0.0)
+    good = says_a.message(0.0, True)
+    assert good is not None
+    bad = {
+        "share": {"workers": {"w0": [1.0, 0, 1, 1.7e308, 0, 0, 0]}},
+        "count": {"workers": {"w0": [1.0, 0, 10**10, 1.0, 0, 0, 0]}},
+        "rates": {"rates": [1.7e308, 1.7e308, 0.0, 0.0]},
+        "sessions": {"sessions": 10**400},
+        "turns": {"taken": [["00" * 16, 2**63]]},
+    }[place]
+    for name in ("x", "y"):
+        says_b.heard({**good, "gateway": name, **bad}, 0.0)
+    assert says_b.malformed == 2 and len(says_b) == 0
+    b.decide(request(blocks(4), "t"), 0.0)
+    says_b.heard({**good, "placed": [[2**40, "w0", 2**64 - 1]]}, 0.0)  # tickets and block hashes may be as great
+    assert says_b.malformed == 2
+
+
 def test_malformed_messages_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     _, _, _, says_b = pair(1)
     with caplog.at_level(logging.WARNING):
@@ -205,6 +226,18 @@ def test_sessions_without_a_key_and_prompts_of_nothing_have_no_id() -> None:
     prompt = blocks(3)
     ids = {router.session_id(request(prompt, "s")), router.session_id(request(prompt, "t")), router.session_id(request(blocks(3), "s"))}
     assert len(ids) == 3 and all(i is not None and len(i) == 16 for i in ids)
+
+
+def test_after_a_switch_of_the_policy_what_was_told_of_a_session_is_not_found() -> None:
+    a, _, b, _ = pair(2)
+    records: dict[bytes, bytes] = {}
+    prompt = blocks(10)
+    turn(a, records, prompt, "s", 0.0)
+    for router in (a, b):
+        router.use_policy("session-affinity")
+    after = turn(b, records, prompt, "s", 1.0)
+    assert after.reason == "cold" and after.session is not None and after.session.turns == 1
+    assert turn(a, records, prompt, "s", 2.0).session_record() == SessionRecord.decode(records[a.session_id(request(prompt, "s")) or b""])
 
 
 @given(st.binary(max_size=60))
@@ -332,6 +365,21 @@ def test_without_the_shared_index_routing_memory_takes_over_at_once() -> None:
         rig.router.expire(float(now))
     again = rig.router.decide(rig.request(0), 100.0, known=None)
     assert first.by_events == BLOCK and again.by_events is None and again.cached_tokens == 3200
+
+
+@pytest.mark.parametrize("known", [None, {}])
+def test_whether_an_engine_is_silent_only_the_gateway_that_follows_it_can_tell(known: dict[str, int] | None) -> None:
+    """A request whose home is known is not looked up, and a cold prompt matches nothing: both compute blocks, and no event is seen."""
+    rig = Followed()
+    worker = rig.router.workers["a"]
+    rig.router.set_up(rig.router.workers["b"], False)
+    rig.router.decide(rig.request(0), 0.0, known={"kv:a": 100}).reservation.release(0.0)
+    for number in range(1, 60):
+        decision = rig.router.decide(rig.request(number * 10_000), float(number), known=known)
+        decision.reservation.release(float(number))
+        rig.router.learn(decision, prompt_tokens=3201, cached_tokens=0, ttft_s=None)
+        rig.router.expire(number + 0.5)
+    assert worker.trust.level == "exact"
 
 
 def test_another_gateways_events_that_keep_being_wrong_are_not_believed() -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from routing.router import Decision, NoWorker, Router, RouteRequest
+from routing.sessions import SessionRecord
+from routing.trust import WINDOW
 from tests.routing.virtual import MODEL, VirtualFleet, agents, blocks, new_router, request
 from workers.latency import QWEN3_32B_H100_TP2
 from workers.profile import WorkerProfile
@@ -225,6 +229,51 @@ def test_models_are_apart() -> None:
     assert router.models == [MODEL]
     with pytest.raises(NoWorker):
         router.decide(RouteRequest("other", blocks(3), 1536), 0.0)
+
+
+def test_nothing_is_kept_of_a_worker_that_has_left_even_where_a_request_is_under_way() -> None:
+    router = new_router(1)
+    router.add_worker("x", ["other"], WorkerProfile(max_num_seqs=7))
+    first = router.decide(RouteRequest("other", blocks(3), 1536, "s"), 0.0)
+    kept = router.workers["x"].trust
+    for _ in range(WINDOW):
+        kept.observe(exact_error=None, memory_error=1.0, exact_tolerance=0.0, memory_tolerance=0.0)
+    router.learn(first, prompt_tokens=None, cached_tokens=0, ttft_s=None)
+    assert kept.level == "load"
+    under_way = router.decide(RouteRequest("other", blocks(300), 300 * 512, "t"), 0.0)
+    router.remove_worker("x")
+    under_way.reservation.first_token(1.0)
+    under_way.reservation.release(2.0)
+    router.learn(under_way, prompt_tokens=None, cached_tokens=0, ttft_s=1.0)
+    assert under_way.session is not None and under_way.session.home is None
+    with pytest.raises(KeyError):
+        router.memory.capacity_blocks("x")
+    assert not router._load_only and len(router._scales) == 1 and not router.sessions._at_home
+    assert "x" not in {worker.id for worker in router.touched}
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["turn", "lose", "elsewhere", "expire"]), st.integers(0, 2)), max_size=60)
+)
+@settings(max_examples=100, deadline=None)
+def test_the_sessions_at_home_on_a_worker_are_those_that_say_so(steps: list[tuple[int, str, int]]) -> None:
+    router = new_router(3, session_ttl_s=20.0)
+    workers = list(router.workers.values())
+    prompts = [blocks(4) for _ in range(6)]
+    for number, (session, what, worker) in enumerate(steps):
+        asked = request(prompts[session], f"s{session}")
+        if what == "lose":
+            router.lost_cache(workers[worker])
+            assert workers[worker].live_sessions == 0 and workers[worker].working_set == 0.0
+        elif what == "expire":
+            router.expire(2.0 * number)
+        else:
+            if what == "elsewhere":
+                router.session_id(asked)
+                asked.shared = SessionRecord(f"w{worker}", "b", 99, 1000.0, 0.0)
+            router.decide(asked, 2.0 * number).reservation.release(2.0 * number)
+        homes = {w: {s for s in router.sessions._sessions.values() if s.home is w} for w in workers}
+        assert router.sessions._at_home == {w: there for w, there in homes.items() if there}
 
 
 def test_idle_sessions_expire() -> None:
