@@ -2,7 +2,7 @@
 # make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
 # make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
 # make test-engine   those that need real vLLM engines, installed on first use into ~/.cache/warmroute (2 GB)
-# make lint      ruff and mypy;   make bench     the benchmarks (some need redis-server);   make lock  new pins from pyproject.toml
+# make lint      ruff and mypy;   make bench     the benchmarks (an hour; some need redis-server);   make lock  new pins from pyproject.toml
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +56,7 @@ bench: setup
 		$(BIN)/python benchmarks/scale.py "$$results/index.json"
 	$(BIN)/python benchmarks/gateways.py
 	$(BIN)/python -m benchmarks.outage
+	$(BIN)/python -m benchmarks.soak
 
 lock: setup
 	$(BIN)/python -m pip install -q uv
