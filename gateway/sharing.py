@@ -269,7 +269,7 @@ class Sharing:
         except orjson.JSONDecodeError:
             message = None
         if isinstance(message, dict) and isinstance(policy := message.get("policy"), str):
-            if message.get("gateway") != self.gateway_id:
+            if message.get("gateway") != self.gateway_id and self._policy_told:  # else there is a newer one to be told
                 self.use_policy(policy)
             return
         self.others.heard(message, clock())

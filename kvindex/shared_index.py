@@ -17,6 +17,7 @@ UPLOAD_BLOCKS = 2048  # of the local index, read and written at once: 1 to 2 ms 
 JOURNAL_BLOCKS = 1_000_000  # more unwritten changes than that, and all is uploaded anew instead
 JOURNAL_COMMANDS = 10_000
 RETRY_S = 0.5
+MOST_REASONS = 16  # that are logged
 REFILL_S = 10.0  # how long Redis, once it was full, must have taken all before it gets what was left out
 SWEEP_PAUSE_S = 0.01  # between parts of a sweep, each about 1 ms of Redis
 LAST_SWEEP_S = 5.0  # how long the last gateway of a pool may take to leave nothing behind
@@ -49,7 +50,7 @@ class SharedIndex:
         self._commands: list[Command] = []
         self._due = asyncio.Event()  # something is to be flushed, or all to be uploaded
         self._urgent = asyncio.Event()  # now, not in a few milliseconds
-        self._refusal = ""  # the last one that was logged
+        self._refusals: set[str] = set()  # reasons that were logged
         self._refused = 0  # blocks, as far as `_refused_at` goes
         self._refused_at: float | None = None  # when Redis was last full; None: it has all
         self._waiting: list[asyncio.Future[None]] = []  # for what is journaled by now to be written
@@ -109,7 +110,7 @@ class SharedIndex:
         except RedisUnavailable:
             pass
         except Exception as error:  # whatever lies in Redis, requests go on without it
-            self._log_refusal("cannot be asked", error)
+            self._log_refusal(error)
         return None
 
     async def flush(self) -> None:
@@ -198,7 +199,7 @@ class SharedIndex:
 
     def _failed(self, error: Exception, waiting: list[asyncio.Future[None]]) -> None:
         if isinstance(error, RedisRefused):
-            self._log_refusal("cannot be written", error)  # the line tells of all else
+            self._log_refusal(error)  # the line tells of all else
         self.failed_writes += self._recording
         self._forget()
         self._due.set()
@@ -206,12 +207,12 @@ class SharedIndex:
             if not future.done():
                 future.set_exception(RedisUnavailable(str(error)))
 
-    def _log_refusal(self, what: str, error: Exception) -> None:
-        """Once for each reason, until there is another."""
-        reason = f"{what}: {str(error) or type(error).__name__}"
-        if reason != self._refusal:
-            self._refusal = reason
-            logger.warning("the shared index %s", reason)
+    def _log_refusal(self, error: Exception) -> None:
+        """Each reason once."""
+        reason = str(error) or type(error).__name__
+        if reason not in self._refusals and len(self._refusals) < MOST_REASONS:
+            self._refusals.add(reason)
+            logger.warning("the shared index cannot be used: %s", reason)
 
     async def _pause(self) -> None:
         """Before the next attempt; shorter when the line comes up meanwhile."""

@@ -133,6 +133,7 @@ async def test_events_arrive_while_it_runs(model: Path) -> None:
         assert (await chosen(stack, LONG))[0] == engines[1].id
 
 
+@pytest.mark.slow
 async def test_ranks_behind_one_url_are_workers_and_are_named_in_a_header(model: Path) -> None:
     engine = Engine(ranks=2)
     async with fleet(model, engine) as stack:

@@ -134,6 +134,7 @@ async def processes(tmp_path: Path, *workers: ScriptedWorker) -> AsyncIterator[P
         await asyncio.to_thread(program.stop)
 
 
+@pytest.mark.slow
 async def test_all_serve_one_port_and_any_tells_what_all_count(tmp_path: Path, redis: None) -> None:
     async with ScriptedWorker(reply) as worker, processes(tmp_path, worker) as gateways:
         clients = [await gateways.connect() for _ in range(64)]

@@ -31,7 +31,9 @@ async def _session(stack: Stack, number: int, gap_s: float, placed: dict[int, li
 
 
 @pytest.mark.parametrize("arrivals", ["sequential", "staggered", "at-once"])
-@pytest.mark.parametrize(("speed", "named"), [(60.0, True), (500.0, False)], ids=["engines-x60", "engines-x500"])
+@pytest.mark.parametrize(
+    ("speed", "named"), [pytest.param(60.0, True, marks=pytest.mark.slow), (500.0, False)], ids=["engines-x60", "engines-x500"]
+)
 async def test_sessions_spread_over_the_workers_and_stay(arrivals: str, speed: float, named: bool) -> None:
     servers = [SimServer(WorkerProfile(engine="sim"), speed=speed, model="m") for _ in range(4)]
     for server in servers:

@@ -174,6 +174,7 @@ async def test_a_stored_response_is_continued_where_it_is(redis: RedisServer) ->
                 assert followed.headers["x-warmroute-worker"] == answer.headers["x-warmroute-worker"]
 
 
+@pytest.mark.slow
 async def test_the_policy_is_the_pools(redis: RedisServer) -> None:
     async with pool(redis, 2, ScriptedWorker(quick)) as (first, second):
         assert (await first.client.put("/admin/policy", json={"policy": "least-loaded"})).status_code == 200
