@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 from pydantic import ValidationError
 
-from gateway.config import Config, ConfigError, WorkerConfig, load
+from gateway.config import Config, WorkerConfig, load_or_exit
 from workers.profile import WorkerProfile
 
 if TYPE_CHECKING:  # needs the extra `redis`
@@ -71,12 +71,7 @@ def agent_command(
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        config = load(config_path) if config_path is not None else Config()
-    except ConfigError as error:
-        for fault in error.faults:
-            click.echo(fault, err=True)
-        sys.exit(1)
+    config = load_or_exit(config_path)
     config = _with_flags(config, redis_url, pool)
     worker = _worker(config, url, settings)
     try:

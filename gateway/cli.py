@@ -13,7 +13,7 @@ import uvloop
 from pydantic import ValidationError
 
 from gateway.agentcli import agent_command
-from gateway.config import Config, ConfigError, from_environment, load, missing_secrets, reason
+from gateway.config import Config, load_or_exit, missing_secrets, reason
 from gateway.doctor import doctor_command
 from kvindex.tokenizer import TokenizerError
 from workers.launchcli import launch_command
@@ -55,7 +55,7 @@ def serve(
     config_path: Path | None, workers: str | None, host: str | None, port: int | None, policy: str | None, processes: int, log_level: str
 ) -> None:
     """Start the gateway."""
-    config = _config_or_exit(config_path)
+    config = load_or_exit(config_path)
     config = _with_flags(config, workers, host, port, policy)
     if not config.workers and not config.registry.enabled:
         raise click.UsageError("no workers: give --workers URL[,URL...], or a --config file with a 'workers' list")
@@ -112,7 +112,7 @@ def check_config(path: Path) -> None:
 
     A secret that is not in the environment is only a warning: it need not be where the file is checked.
     """
-    config = _config_or_exit(path)
+    config = load_or_exit(path)
     for warning in missing_secrets(config):
         click.echo(f"{path}: warning: {warning}", err=True)
     models = {worker.model for worker in config.workers if worker.model} | {model.name for model in config.models}
@@ -130,15 +130,6 @@ def worker() -> None:
 worker.add_command(agent_command, "agent")
 worker.add_command(launch_command, "launch")
 worker.add_command(sim_command, "sim")
-
-
-def _config_or_exit(path: Path | None) -> Config:
-    try:
-        return load(path) if path is not None else from_environment()
-    except ConfigError as error:
-        for fault in error.faults:
-            click.echo(fault, err=True)
-        sys.exit(1)
 
 
 def _with_flags(config: Config, workers: str | None, host: str | None, port: int | None, policy: str | None) -> Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -389,6 +390,16 @@ def load(path: str | Path) -> Config:
         raise ConfigError([_describe(path, node, fault) for fault in error.errors() if not _is_of_another_kind(fault)]) from None
     except TypeError as error:  # a key that is not a string
         raise ConfigError([f"{path}: {error}"]) from None
+
+
+def load_or_exit(path: Path | None) -> Config:
+    """For commands: the file's configuration, or the environment's alone; faults are printed, and the program ends with status 1."""
+    try:
+        return load(path) if path is not None else from_environment()
+    except ConfigError as error:
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        sys.exit(1)
 
 
 def from_environment() -> Config:

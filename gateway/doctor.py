@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.config import Config, ConfigError, ModelConfig, WorkerConfig, load, reason
+from gateway.config import Config, ModelConfig, WorkerConfig, load_or_exit, reason
 from gateway.dialects import CHAT, COMPLETIONS, Dialect
 from gateway.doctor_requests import battery, read_trace
 from kvindex.tokenizer import NotEncodable, TokenizerError
@@ -245,12 +245,7 @@ def doctor_command(urls: tuple[str, ...], config_path: Path | None, tokenizer: P
 
     Exits 1 when something is wrong.
     """
-    try:
-        config = load(config_path) if config_path is not None else Config()
-    except ConfigError as error:
-        for fault in error.faults:
-            click.echo(fault, err=True)
-        sys.exit(1)
+    config = load_or_exit(config_path)
     try:
         known = {worker.url for worker in config.workers}
         added = [WorkerConfig(url=url) for url in urls if url.rstrip("/") not in known]

@@ -223,3 +223,13 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_serve_without_workers_says_how_to_name_some() -> None:
     started = CliRunner().invoke(main, ["serve"])
     assert started.exit_code == 2 and "--workers URL" in started.output
+
+
+@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["worker", "agent", "--worker", "http://127.0.0.1:1"]], ids=lambda c: c[-1][:6])
+def test_a_fault_in_the_environment_is_one_line_without_the_secret_for_every_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMROUTE_INDEX__REDIS__URL", "redis://u:hunter2@h:6379/0")
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "must not hold a password" in result.output and "hunter2" not in result.output

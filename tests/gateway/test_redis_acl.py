@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kvindex.chain import use_pool_secret
 from kvindex.redis_index import key_prefix
 from routing.policies import POLICIES
 from tests.gateway.test_sharing import SECRET, ask, chat, quick, sharing, together, written
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer
 from tests.stack import ScriptedWorker, config, running, until
 
 PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
@@ -45,12 +44,6 @@ def _secrets(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("WARMROUTE_REDIS_PASSWORD", PASSWORD)
     yield
     use_pool_secret("")
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with redis_server() as server:
-        yield server
 
 
 def limited(redis: RedisServer, user: str = USER, **settings: Any) -> dict[str, Any]:

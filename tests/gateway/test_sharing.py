@@ -34,12 +34,6 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> Any:
     use_pool_secret("")  # of this process: other tests' chains need not be keyed, but must not change in their middle
 
 
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with redis_server() as server:
-        yield server
-
-
 def shared(redis: RedisServer, **settings: Any) -> dict[str, Any]:
     return {"backend": "redis", "redis": {"url": redis.url, **settings}}
 

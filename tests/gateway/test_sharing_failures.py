@@ -45,12 +45,6 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> Any:
     use_pool_secret("")
 
 
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with redis_server() as server:
-        yield server
-
-
 @asynccontextmanager
 async def gateways_over(index: dict[str, Any], workers: int = 2, gateways: int = 2) -> AsyncIterator[list[Stack]]:
     """Gateways with these settings of the index, once they share."""
@@ -501,7 +495,7 @@ def migrate(nodes: RedisCluster, key: bytes) -> None:
     with Redis(port=source.port) as client:  # keys are bytes
         while keys := client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 5):
             client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
-            time.sleep(0.01)
+            time.sleep(0.01)  # nothing to wait for: it makes the move last, so that requests come in its middle
     for node in (target, source, *nodes.nodes):
         node.admin("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
 

@@ -41,12 +41,6 @@ async def line_to(server: RedisServer, username: str | None = None, key: str = "
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RedisServer]:
-    async with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
 async def line(server: RedisServer) -> AsyncIterator[Line]:
     async with line_to(server) as connected:
         yield connected

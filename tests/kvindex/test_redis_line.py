@@ -74,12 +74,6 @@ async def line_to(
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RedisServer]:
-    async with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_line, "RETRY_S", (0.001, 0.002))
 
