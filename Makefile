@@ -34,7 +34,7 @@ demo: setup
 test: setup
 	@command -v redis-server >/dev/null || \
 		echo "redis-server is not installed: the tests of what gateways share are skipped; on Debian and Ubuntu: apt-get install redis-server"
-	$(BIN)/python -m pytest -m "not e2e and not slow and not engine" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not e2e and not slow and not engine" $(ARGS)
 
 test-e2e: setup
 	$(BIN)/python -m pytest -m "e2e or slow" $(ARGS)

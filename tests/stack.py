@@ -142,6 +142,9 @@ class _WorkerConnection(asyncio.Protocol):
         task.add_done_callback(self._tasks.discard)
 
 
+_started: dict[str, ScriptedWorker] = {}  # by id
+
+
 class ScriptedWorker:
     """A worker that answers probes like an engine and inference requests by `script`. `async with` starts it on a free port."""
 
@@ -169,8 +172,10 @@ class ScriptedWorker:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _WorkerConnection(self), "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+        _started[self.id] = self
 
     async def stop(self) -> None:
+        _started.pop(self.id, None)
         self._server.close()
         for connection in list(self.connections):
             connection.transport.abort()
@@ -226,6 +231,14 @@ class Stack:
     async def state(self) -> dict[str, Any]:
         return (await self.client.get("/admin/state")).json()  # type: ignore[no-any-return]
 
+    async def until_up(self) -> None:
+        """Return once all configured workers that are healthy are in use: the first probe may have met a process busy with other tests."""
+        configured = [w for w in self.router.workers.values() if (s := _started.get(w.id)) and s.healthy and not s.silent]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S / 4):
+                while not all(worker.up for worker in configured):
+                    await asyncio.sleep(0.01)
+
     async def until_idle(self) -> None:
         """Return once no reservation and no active upstream connection is left, as /admin/state tells it."""
 
@@ -246,7 +259,7 @@ class Stack:
 def config(*urls: str, **sections: Any) -> Config:
     """A gateway configuration with fast probes; `sections` override (listen={...}, upstream={...}, ...)."""
     listen = {"port": 0, **sections.pop("listen", {})}
-    upstream = {"probe_interval_s": 0.1, "probe_timeout_s": 0.25, "probe_failures": 2, **sections.pop("upstream", {})}
+    upstream = {"probe_interval_s": 0.1, "probe_timeout_s": 1.0, "probe_failures": 2, **sections.pop("upstream", {})}
     workers = [WorkerConfig(url=url) for url in urls] + sections.pop("workers", [])
     return Config(listen=listen, upstream=upstream, workers=workers, **sections)
 
@@ -265,7 +278,9 @@ async def running(settings: Config) -> AsyncIterator[Stack]:
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False, verify=False) as client:
-            yield Stack(gateway, server, client)
+            stack = Stack(gateway, server, client)
+            await stack.until_up()
+            yield stack
     finally:
         for listening in server.servers:
             listening.close()
@@ -284,12 +299,6 @@ async def gateway_with(*scripts: Script | ScriptedWorker | None, **sections: Any
         for worker in workers:
             await stack.enter_async_context(worker)
         started = await stack.enter_async_context(running(config(*(w.url for w in workers), **sections)))
-        # the first probe may have met a process that was busy collecting garbage; a test's unhealthy worker stays down
-        expected = [worker.id for worker in workers if worker.healthy and not worker.silent]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                while not all(started.router.workers[i].up for i in expected if i in started.router.workers):
-                    await asyncio.sleep(0.01)
         yield started, workers
 
 
