@@ -16,6 +16,7 @@ from gateway.agentcli import agent_command
 from gateway.config import Config, load_or_exit, missing_secrets, reason
 from gateway.doctor import doctor_command
 from kvindex.tokenizer import TokenizerError
+from routing.policies import POLICIES
 from workers.launchcli import launch_command
 from workers.simcli import sim_command
 
@@ -48,7 +49,7 @@ def main() -> None:
 @click.option("--workers", help="Comma-separated worker URLs; added to those of the file.")
 @click.option("--host", help="Address to bind.  [default: 127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to bind; 0 takes a free one.  [default: 8000]")
-@click.option("--policy", type=click.Choice(["warm", "round-robin", "random", "least-loaded", "session-affinity"]), help="Routing policy.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), help="Routing policy.")
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True, help="Gateway processes behind the port.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
 def serve(

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
@@ -18,10 +18,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gateway.allowed_urls import AllowedURLs
+from routing.policies import POLICIES
 from workers.latency import LATENCY_MODELS, LatencyModel
 from workers.profile import Speculation, WorkerProfile
 
-POLICY_NAMES = Literal["warm", "round-robin", "random", "least-loaded", "session-affinity"]
+
+def _known_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"no such policy; known: {', '.join(map(repr, POLICIES))}")
+    return name
+
+
+POLICY_NAMES = Annotated[str, AfterValidator(_known_policy), Field(json_schema_extra={"enum": list(POLICIES)})]
 MOST_NAME_BYTES = 200  # of a worker's name
 LEAST_SECRET = 16  # characters of a secret that gateways share
 
@@ -130,9 +138,17 @@ class WorkerConfig(WorkerProfile):
     @field_validator("latency")
     @classmethod
     def _known_latency(cls, latency: LatencyModel | str) -> LatencyModel | str:
-        if isinstance(latency, str) and latency not in LATENCY_MODELS:
-            raise ValueError(f"unknown latency model {latency!r}; known: {', '.join(LATENCY_MODELS)}")
+        if isinstance(latency, str) and latency != "auto" and latency not in LATENCY_MODELS:
+            raise ValueError(f"unknown latency model {latency!r}; known: auto, {', '.join(LATENCY_MODELS)}")
         return latency
+
+    @model_validator(mode="after")
+    def _latency_follows(self) -> Self:
+        try:
+            self.latency_model()
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
+        return self
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `loadgen generate`, `loadgen replay`, `loadgen inspect`."""
+"""The command line: `loadgen`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-import orjson
 from rich.console import Console
 
+from loadgen.calibratecli import calibrate_command
 from loadgen.conversation import Dialect
+from loadgen.frontiercli import frontier_command
 from loadgen.generate import generate as generate_sessions
 from loadgen.inspect import inspect as inspect_trace
 from loadgen.inspect import shape_table
+from loadgen.options import TOKENS, format_option, gaps_option, json_option, kv_capacity_option, max_context_option, write_json
 from loadgen.progress import ProgressView
 from loadgen.readers import Gaps, TraceError, TraceFormat, read_trace
+from loadgen.recommendcli import recommend_command
 from loadgen.replay import ReplayError, ReplayOptions, ReplayResult, Spread, replay
 from loadgen.report import error_lines, result_table
+from loadgen.simulatecli import simulate_command
+from loadgen.sweepcli import sweep_command
 from loadgen.trace import limit_context, write_trace
 
 try:
@@ -29,50 +34,13 @@ except ImportError:  # not on Windows
     uvloop = None  # type: ignore[assignment]
 
 
-class TokenCount(click.ParamType):
-    """A number of tokens: 600000, 600k or 2.4M."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip().lower().replace("_", "").replace(",", "")
-        scale = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}.get(text[-1:], 1)
-        try:
-            count = int(float(text.rstrip("kmg")) * scale)
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is not a number of tokens; write 600000, 600k or 2.4M", param, ctx)
-        if count < 1:
-            self.fail(f"{value!r} must be at least 1", param, ctx)
-        return count
-
-
-TOKENS = TokenCount()
-json_option = click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result as JSON.")
-format_option = click.option(
-    "--format", "trace_format", type=click.Choice(get_args(TraceFormat)), default="auto", show_default=True, help="Format of the trace."
-)
-gaps_option = click.option(
-    "--gaps",
-    type=click.Choice(get_args(Gaps)),
-    default="quantiles",
-    show_default=True,
-    help="Gaps of a trace without tool_wait_s: drawn from measured percentiles, or as the trace recorded them "
-    "(Weka's think times after tool results are about 30 times too long).",
-)
-max_context_option = click.option("--max-context", type=TOKENS, help="Cut sessions before a step whose prompt and answer exceed this.")
-kv_capacity_option = click.option(
-    "--kv-capacity", type=TOKENS, help="KV cache of all workers together, e.g. 2.4M: adds the hit rate of one LRU cache of this size."
-)
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Traces of coding agents, and their replay against an OpenAI-compatible server.
+    """Traces of coding agents: their replay against an OpenAI-compatible server, and simulated fleets that serve them.
 
     \b
     loadgen inspect traces/agentic.jsonl
+    loadgen simulate traces/agentic.jsonl --workers 4 --policy warm,round-robin
     loadgen replay traces/agentic.jsonl --url http://127.0.0.1:8000 --compare round-robin
     loadgen generate -o mine.jsonl --sessions 200 --max-context 128k
     """
@@ -135,7 +103,7 @@ def inspect(
 def _show_shape(sessions: list[Any], kv_capacity: int | None, json_file: Path | None) -> None:
     shape = inspect_trace(sessions, kv_capacity)
     Console().print(shape_table(shape))
-    _write_json(json_file, shape.to_json())
+    write_json(json_file, shape.to_json())
 
 
 @main.command(name="replay", context_settings={"show_default": True})
@@ -227,7 +195,7 @@ def replay_command(
     console.print(result_table(result))
     for line in error_lines(result):
         console.print(line, markup=False, highlight=False)
-    _write_json(json_file, result.to_json())
+    write_json(json_file, result.to_json())
     if any(run.requests and run.errors == run.requests for run in result.runs.values()):
         raise click.ClickException("every request failed")
 
@@ -252,6 +220,5 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _write_json(file: Path | None, data: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+for command in (simulate_command, sweep_command, frontier_command, recommend_command, calibrate_command):
+    main.add_command(command)

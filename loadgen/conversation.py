@@ -18,14 +18,14 @@ from typing import Literal
 import orjson
 import xxhash
 
-from loadgen.prompts import BYTES_PER_TOKEN, block_text, seed_of
+from loadgen.chains import MOST_BRANCHES, ChainSeeds, extend_chain
+from loadgen.prompts import BYTES_PER_TOKEN, block_text
 from loadgen.trace import BlockRuns, Request, Session, block_count, block_ids, block_runs, common_blocks
 
 Dialect = Literal["chat", "completions"]
 Role = Literal["system", "user", "assistant", "tool"]
 
 PATHS: dict[Dialect, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_MAX_BRANCHES = 4  # histories remembered per session: agents interleave side requests (titles, summaries) with the main one
 _TEXT_BLOCK = 16  # tokens; granularity of the hit bound for real text, as fine as an engine's block
 
 
@@ -83,9 +83,7 @@ class Conversation:
         self.session = session
         self.dialect = dialect
         self._block = session.block_size
-        self._prefix_seed = seed_of(salt, scope if session.scope == "local" else "")
-        self._seed = seed_of(self._prefix_seed, lap) if lap else self._prefix_seed
-        self._prefix_blocks = session.prefix_tokens // session.block_size
+        self._seeds = ChainSeeds.of(session, scope, salt, lap)
         self._branches: list[_Branch] = []  # most recently used first
         self._salt_line = f"{salt}.{lap}"
         opening = b'"messages":[' if dialect == "chat" else b'"prompt":"'
@@ -114,7 +112,7 @@ class Conversation:
         text = f"# session {self._salt_line}\n{text}"
         data = text.encode()
         chain: list[int] = []
-        parent = self._seed
+        parent = self._seeds.own
         step = _TEXT_BLOCK * BYTES_PER_TOKEN
         for start in range(0, len(data) - step + 1, step):
             parent = xxhash.xxh3_64_intdigest(data[start : start + step], parent)
@@ -161,10 +159,10 @@ class Conversation:
                 self._branches.remove(branch)
             else:
                 branch = self._fork(branch, stream, common)
-        self._branches = [branch, *self._branches[: _MAX_BRANCHES - 1]]
+        self._branches = [branch, *self._branches[: MOST_BRANCHES - 1]]
         self._lay_out(branch, index, stream)
         branch.stream, branch.recorded, branch.tokens = stream, block_count(request.blocks), request.input_tokens
-        self._extend_chain(branch, request.blocks)
+        extend_chain(branch.chain, request.blocks, self._seeds)
         return branch
 
     def _fork(self, branch: _Branch, stream: BlockRuns, common: int) -> _Branch:
@@ -177,15 +175,6 @@ class Conversation:
             messages.append(_Message(cut.role, cut.start, cut.end, cut.calls_tool, encoded_end=-1))
         shared = min(common_blocks(branch.stream, stream), branch.recorded)
         return _Branch((), 0, 0, messages, branch.encoded[:encoded_end], branch.chain[:shared])
-
-    def _extend_chain(self, branch: _Branch, blocks: BlockRuns) -> None:
-        chain = branch.chain
-        parent = chain[-1] if chain else self._prefix_seed
-        for position, block in enumerate(block_ids(blocks, len(chain)), len(chain)):
-            if position == self._prefix_blocks and self._seed != self._prefix_seed:
-                parent = hash((parent, self._seed))
-            parent = hash((parent, block))
-            chain.append(parent)
 
     def _lay_out(self, branch: _Branch, index: int, stream: BlockRuns) -> None:
         """Append to the branch's messages what the prompt of request `index` adds, and encode it."""
@@ -242,7 +231,7 @@ class Conversation:
         first = start // block
         ids = block_ids(stream, first)[: -(-end // block) - first]
         parts = [
-            block_text(block_id, block, self._prefix_seed if position < self._prefix_blocks else self._seed)
+            block_text(block_id, block, self._seeds.prefix if position < self._seeds.prefix_blocks else self._seeds.own)
             for position, block_id in enumerate(ids, first)
         ]
         offset = first * block

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from loadgen.client import Answer
+from loadgen.results import Figures
 
 # Sending late distorts a latency once it is more than this share of the median TTFT (and more than the timer's own grain).
 _DEGRADED_SHARE = 0.1
@@ -26,6 +27,10 @@ class Samples:
 
     def add(self, value: float) -> None:
         insort(self._values, value)
+
+    @property
+    def mean(self) -> float | None:
+        return sum(self._values) / len(self._values) if self._values else None
 
     def percentile(self, percent: float) -> float | None:
         """The smallest value that at least `percent` of the values do not exceed; None without values."""
@@ -75,6 +80,7 @@ class RunResult:
     e2e_p50_s: float | None = None
     e2e_p90_s: float | None = None
     e2e_p99_s: float | None = None
+    user_tokens_per_s: float | None = None  # median over requests of (output - 1) / (E2E - TTFT), as of simulations
     output_tokens_per_s: float = 0.0
     uncached_input_tokens_per_s: float = 0.0
     worker_shares: dict[str, float] = field(default_factory=dict)  # share of the answered requests; empty when the server names no worker
@@ -83,11 +89,23 @@ class RunResult:
     loop_lag_p99_s: float | None = None  # how late its event loop woke up
     degraded: bool = False  # the client was too slow for its latencies to be trusted
     duration_s: float = 0.0
+    sessions: int = 0  # that ended in the window
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_mean_s: float | None = None
+    e2e_mean_s: float | None = None
+    user_tokens_per_s_e2e: float | None = None  # median over requests of output / E2E
     interrupted: bool = False
     error_kinds: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def figures(self) -> Figures:
+        """As a line of a results file has them."""
+        names = {field.name for field in fields(Figures)}
+        return Figures(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in names})
 
 
 class Collector:
@@ -99,12 +117,15 @@ class Collector:
         self.ttft = Samples()
         self._e2e = Samples()
         self._itl = Histogram()
+        self._speeds = Samples()
         self._lag = Samples()
         self._loop_lag = Samples()
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._cached_reported = False  # whether any answer said; an engine that reports may leave out a zero
         self._output_tokens = 0
+        self._sessions = 0
+        self._whole = Samples()
         self._workers: Counter[str] = Counter()
         self._issued_tokens = 0
         self._bound_tokens = 0
@@ -118,6 +139,9 @@ class Collector:
     def loop_lag(self, seconds: float) -> None:
         self._loop_lag.add(seconds)
 
+    def session_ended(self) -> None:
+        self._sessions += 1
+
     def answered(self, answer: Answer, recorded_prompt_tokens: int) -> None:
         self.requests += 1
         if answer.error is not None:
@@ -128,6 +152,10 @@ class Collector:
             self.ttft.add(answer.ttft_s)
         output = answer.output_tokens if answer.output_tokens is not None else answer.content_events
         self._output_tokens += output
+        if answer.e2e_s > 0:
+            self._whole.add(output / answer.e2e_s)
+        if answer.first_at and output > 1 and answer.ended_at > answer.first_at:
+            self._speeds.add((output - 1) / (answer.ended_at - answer.first_at))
         # An event may carry several tokens (speculation): its gap is then shared among them.
         tokens_per_event = max(1.0, output / answer.content_events) if answer.content_events else 1.0
         for gap, events in answer.gaps:
@@ -165,6 +193,7 @@ class Collector:
             e2e_p50_s=self._e2e.percentile(50),
             e2e_p90_s=self._e2e.percentile(90),
             e2e_p99_s=self._e2e.percentile(99),
+            user_tokens_per_s=self._speeds.percentile(50),
             output_tokens_per_s=self._output_tokens / duration_s if duration_s else 0.0,
             uncached_input_tokens_per_s=(self._prompt_tokens - self._cached_tokens) / duration_s if duration_s else 0.0,
             worker_shares={worker: count / answered for worker, count in sorted(self._workers.items())},
@@ -173,5 +202,12 @@ class Collector:
             loop_lag_p99_s=self._loop_lag.percentile(99),
             degraded=lag_p99 is not None and ttft_p50 is not None and lag_p99 > max(_DEGRADED_S, _DEGRADED_SHARE * ttft_p50),
             duration_s=duration_s,
+            sessions=self._sessions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            ttft_mean_s=self.ttft.mean,
+            e2e_mean_s=self._e2e.mean,
+            user_tokens_per_s_e2e=self._whole.percentile(50),
             error_kinds=dict(self.errors.most_common(10)),
         )

@@ -240,7 +240,9 @@ def _read_mooncake(path: Path, gaps: Gaps, seed: int) -> list[Session]:
         session = sessions.get(name)
         if session is None:
             start_s = line.number("timestamp", 0) / 1000
-            session = sessions[name] = Session(id=name, requests=[], scope="global", block_size=MOONCAKE_BLOCK_TOKENS, start_s=start_s)
+            named = "session_id" in row
+            session = Session(id=name, requests=[], scope="global", block_size=MOONCAKE_BLOCK_TOKENS, start_s=start_s, named=named)
+            sessions[name] = session
             t, gap = 0.0, 0.0
         else:
             gap = line.number("delay", 0) / 1000
@@ -277,7 +279,7 @@ def _read_azure(path: Path) -> list[Session]:
             first = first or at
             if tokens > 0:
                 start_s = (at - first).total_seconds()
-                sessions.append(Session(id=f"row-{rows.line_num}", requests=[Request(tokens, output)], start_s=start_s))
+                sessions.append(Session(f"row-{rows.line_num}", [Request(tokens, output)], start_s=start_s, named=False))
     return sessions
 
 

@@ -55,8 +55,9 @@ class ReplayOptions:
     mode: Mode = "closed"
     live_sessions: int = 32  # closed loop: lanes
     requests: int | None = None  # measured requests; without this and duration_s every session is played once
-    duration_s: float | None = None  # no request is sent after this; those in flight are awaited
+    duration_s: float | None = None  # no request is sent after this (and warmup_s); those in flight are awaited
     warmup: int = 0  # first requests that are sent but not measured
+    warmup_s: float = 0.0  # first seconds whose requests are not measured; duration_s comes after them
     time_scale: float = 1.0  # gaps are multiplied by this
     gaps: Gaps = "quantiles"
     max_gap_s: float = 300.0  # longer gaps are cut to this, before scaling
@@ -208,6 +209,7 @@ class _Run:
         # Kept for the LRU bound, which is computed after the run: (chain, blocks, block size, tokens). Turns share their chain's list.
         self._issued: list[tuple[list[int], int, int, int]] = []
         self._issue_count = 0
+        self._first_measured: int | None = None  # its number among the issued
         self._in_flight = 0
         self._connect_failures = 0
         self._started_at = 0.0
@@ -237,7 +239,7 @@ class _Run:
             tasks.append(asyncio.create_task(self._report(on_progress)))
         waits = [asyncio.create_task(self._closing.wait()), asyncio.create_task(self._stop.wait())]
         try:
-            await asyncio.wait([tasks[0], *waits], timeout=self._options.duration_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([tasks[0], *waits], timeout=self._time_limit_s, return_when=asyncio.FIRST_COMPLETED)
             self._closing.set()
             if not self._stop.is_set():
                 waits.append(asyncio.create_task(self._idle.wait()))
@@ -312,7 +314,7 @@ class _Run:
             dialect=options.dialect,
             ignore_eos=options.ignore_eos,
         )
-        session_id = _HEADER_UNSAFE.sub("_", f"{session.id}.{self._salt}.{lap}") if options.session_header else None
+        session_id = _HEADER_UNSAFE.sub("_", f"{session.id}.{self._salt}.{lap}") if options.session_header and session.named else None
         for index, request in enumerate(session.requests):
             prompt = conversation.prompt(index)  # rendered during the gap, so that the request leaves on time
             await _sleep_until(due)
@@ -326,6 +328,8 @@ class _Run:
             if index + 1 < len(session.requests):
                 gap = min(session.requests[index + 1].gap_s, options.max_gap_s) * options.time_scale
                 due = max(answered_at + gap, perf_counter() if request.spawns else 0.0)
+        if scope == session.id and self._first_measured is not None:
+            self._collector.session_ended()
 
     def _client_for(self, sender: str) -> StreamClient:
         """The same gateway for the same sender in every run of the same seed, whatever the order in which requests come to be sent."""
@@ -334,11 +338,12 @@ class _Run:
 
     async def _send(self, client: StreamClient, prompt: Prompt, session_id: str | None, due: float) -> None:
         options = self._options
-        measured = self._issue_count >= options.warmup
-        if self._issue_count == options.warmup:
-            self._measured_from = perf_counter()
+        measured = self._issue_count >= options.warmup and perf_counter() - self._started_at >= options.warmup_s
+        if measured and self._first_measured is None:
+            self._first_measured, self._measured_from = self._issue_count, perf_counter()
         self._issue_count += 1
-        if options.requests is not None and self._issue_count >= options.warmup + options.requests:
+        first = self._first_measured
+        if options.requests is not None and first is not None and self._issue_count >= first + options.requests:
             self._closing.set()
         bound = self._infinite.add(prompt.chain, prompt.blocks, prompt.block_size, prompt.tokens)
         if options.kv_capacity_tokens is not None:
@@ -362,10 +367,15 @@ class _Run:
 
     # What is seen of it
 
+    @property
+    def _time_limit_s(self) -> float | None:
+        return None if self._options.duration_s is None else self._options.warmup_s + self._options.duration_s
+
     def _lru_bound(self, capacity_tokens: int) -> float | None:
         cache = LruCache(capacity_tokens)
-        hits = [cache.add(*prompt) for prompt in self._issued][self._options.warmup :]
-        tokens = sum(prompt[3] for prompt in self._issued[self._options.warmup :])
+        first = len(self._issued) if self._first_measured is None else self._first_measured
+        hits = [cache.add(*prompt) for prompt in self._issued][first:]
+        tokens = sum(prompt[3] for prompt in self._issued[first:])
         return sum(hits) / tokens if tokens else None
 
     def _progress(self) -> Progress:
@@ -378,7 +388,7 @@ class _Run:
             done=collector.requests,
             total=total,
             elapsed_s=perf_counter() - self._started_at,
-            duration_s=options.duration_s,
+            duration_s=self._time_limit_s,
             errors=sum(collector.errors.values()),
             hit_rate=collector.hit_rate,
             hit_bound=collector.hit_bound,

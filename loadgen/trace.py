@@ -50,6 +50,7 @@ class Session:
     system_tokens: int = 0
     start_s: float = 0.0  # when the session starts, for open-loop replay
     subagent_type: str = ""
+    named: bool = True  # whether its client says which session it is; lone requests of a trace may be anybody's
 
     @property
     def prefix_tokens(self) -> int:

@@ -30,16 +30,26 @@ DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
 class Reservation:
     """One request's claim on a worker."""
 
-    __slots__ = ("after", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "worker")
+    __slots__ = ("after", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker")
 
     PREFILL, DECODE, RELEASED = 0, 1, 2
 
-    def __init__(self, worker: Worker, prefill_s: float, prompt_tokens: float, streamed: bool, now: float, root: int | None = None):
+    def __init__(
+        self,
+        worker: Worker,
+        prefill_s: float,
+        prompt_tokens: float,
+        streamed: bool,
+        now: float,
+        root: int | None = None,
+        uncached: float = 0.0,
+    ):
         self.worker = worker
         self.prefill_s = prefill_s
         self.prompt_tokens = prompt_tokens
         self.streamed = streamed
         self.root = root  # the prompt's first block
+        self.uncached = uncached  # prompt tokens to prefill
         self.phase = self.PREFILL
         # what other gateways have sent before comes first
         self.after = now + worker.others_wait_s(now) if worker.others else now
@@ -47,6 +57,7 @@ class Reservation:
             worker.head_since = self.after
         worker.prefilling[self] = None
         worker.pending_s += prefill_s
+        worker.pending_tokens += uncached
         worker.active_tokens += prompt_tokens
         worker.touched.add(worker)
 
@@ -63,6 +74,9 @@ class Reservation:
         """So much of the prefill turns out to be another request's."""
         if self.phase == self.PREFILL:
             seconds = min(seconds, self.prefill_s)
+            tokens = self.uncached * seconds / self.prefill_s if self.prefill_s else 0.0
+            self.uncached -= tokens
+            self.worker.pending_tokens -= tokens
             self.prefill_s -= seconds
             self.worker.pending_s -= seconds
             self.worker.touched.add(self.worker)
@@ -91,8 +105,9 @@ class Reservation:
             worker.head_since = now
             if worker.others and worker.prefilling:
                 worker.head_since = max(now, next(iter(worker.prefilling)).after)
-        # an empty queue resets the sum, so that rounding never accumulates
+        # an empty queue resets the sums, so that rounding never accumulates
         worker.pending_s = worker.pending_s - self.prefill_s if worker.prefilling else 0.0
+        worker.pending_tokens = worker.pending_tokens - self.uncached if worker.prefilling else 0.0
 
 
 @dataclass(slots=True)
@@ -132,13 +147,14 @@ class Worker:
     # assigned by this gateway
     prefilling: OrderedDict[Reservation, None] = field(default_factory=OrderedDict)
     pending_s: float = 0.0
+    pending_tokens: float = 0.0  # uncached prompt tokens of requests before their first token
     head_since: float = 0.0
     decoding: int = 0
     active_tokens: float = 0.0
     computed: float = 0.0  # tokens prefilled in all
     # sessions that live here (kept by SessionTable)
     live_sessions: int = 0
-    working_set: float = 0.0  # their expected largest contexts
+    working_set: float = 0.0  # contexts of those that are awake
     # the same of all other gateways together; none where there is one gateway
     others: dict[str, Share] = field(default_factory=dict)  # gateway id -> its share
     others_pending_s: float = 0.0  # their waits, as of `others_since`
@@ -244,7 +260,7 @@ class Worker:
 
     def prefill_s(self, uncached: float, total: float) -> float:
         """Calibrated seconds to prefill `uncached` of `total` prompt tokens once it runs."""
-        return self.prefill_calibration.value * (self.base + uncached * (self.per_token + self.per_pair * total))
+        return self.prefill_calibration.value * (self.base + uncached * (self.per_token + self.per_pair * (total - uncached / 2)))
 
     def token_s(self, context: float) -> float:
         """Calibrated seconds to recompute one token in a context of this length."""
@@ -268,8 +284,9 @@ class Worker:
         step = self.step_base + self.step_seq * (0.5 * decoding + 1.0) + self.step_kv * (0.5 * tokens + prompt_tokens)
         return self.decode_calibration.value * step / self.tokens_per_step
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until the engine could start another prefill, from what the gateways have assigned to it."""
+    def wait_s(self, now: float, prompt_tokens: float = 0.0) -> float:
+        """Seconds until the engine could start a prefill of so many tokens, from what the gateways have assigned to it: those ahead
+        have had theirs, a batch slot is free, and the KV cache has room beside what running requests hold."""
         prefilling = self.prefilling
         wait = 0.0
         if prefilling:
@@ -284,6 +301,11 @@ class Worker:
             in_flight += self.others_prefilling + self.others_decoding
         if in_flight >= self.slots:
             wait += self._slot_wait()
+        held = self.active_tokens + self.others_active_tokens
+        lacking = held + prompt_tokens - self.capacity
+        if lacking > 0.0 < held:
+            # running requests end one by one over a decode's length, and give back what they hold
+            wait += min(lacking / held, 1.0) * DEFAULT_OUTPUT_TOKENS * self.step_s()
         return wait
 
     def _queued_s(self, now: float) -> float:

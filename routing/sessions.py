@@ -1,4 +1,4 @@
-"""Who lives where: agent sessions, the worker each one is at home on, and how large its context is expected to grow.
+"""Who lives where: agent sessions, the worker each one is at home on, and what their contexts take of its cache.
 
 A session is known by a key the gateway gives (client headers, within the tenant), else by its longest prefix: a request that
 continues the blocks of an earlier request belongs to the same session. Together with the first block, because one client
@@ -15,12 +15,14 @@ import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from routing.fleet import Worker
 
-PEAK_QUANTILE = 0.8  # of the largest contexts seen: what a growing session is expected to need
-_PEAK_SAMPLES = 256
+# A session idle for longer than this quantile of the intervals between turns is asleep: an engine evicts what was used least recently,
+# so that it takes no room from those that are awake.
+INTERVAL_QUANTILE = 0.95
+LEAST_AWAKE_S = 30.0
+_INTERVALS = 512
 _MOST_CLAIMS = 10_000
 _RECORD = struct.Struct("<BIffBB")  # version, turns, context, regret, lengths of the two names that follow
 
@@ -60,21 +62,21 @@ class SessionRecord:
 class Session:
     """One conversation: a growing prompt whose prefix stays."""
 
-    __slots__ = ("claim", "context", "elsewhere", "home", "id", "key", "last_seen", "leaf", "peak", "regret", "root", "turns")
+    __slots__ = ("awake", "claim", "context", "elsewhere", "home", "id", "key", "last_seen", "leaf", "regret", "root", "turns")
 
     def __init__(self, key: Hashable, root: int, now: float):
         self.key = key
         self.root = root  # hash of the first block: sessions that share a system prompt share it
         self.leaf = 0
         self.home: Worker | None = None
-        self.context = 0.0  # largest prompt so far, tokens
-        self.peak = 0.0  # expected largest, tokens: what it counts in its home's working set
+        self.context = 0.0  # largest prompt so far, tokens: what it counts in its home's working set while it is awake
         self.turns = 0
         self.regret = 0.0  # seconds that staying at home has cost of late, see `policies`
         self.last_seen = now
         self.id: bytes | None = None  # what other gateways know it by
         self.claim = 0  # turns at this gateway's last claim to count it
         self.elsewhere = False  # another gateway counts it
+        self.awake = True  # it has had a turn lately
 
 
 def root_of(hashes: Sequence[int], root_blocks: int) -> int:
@@ -92,10 +94,10 @@ class SessionTable:
         self._by_leaf: dict[int, Session] = {}
         self._at_home: dict[Worker, set[Session]] = {}  # workers that are somebody's home
         self._sharing: Counter[int] = Counter()
-        self._ended: list[tuple[float, int]] = []  # (largest context, turns) of the last sessions that ended
-        self._typical_peak = 0.0
-        self._continues = 0.5  # share of sessions that come back for a second turn
+        self._awake: OrderedDict[Session, None] = OrderedDict()  # least recently seen first
+        self._intervals: deque[float] = deque(maxlen=_INTERVALS)  # seconds from turn to turn
         self._until_refresh = 0
+        self.awake_s = ttl_s  # idle for longer is asleep; learned
         self._next_expiry = 0.0
         self._by_id: dict[bytes, Session] = {}
         self._elsewhere = 0  # sessions that another gateway counts
@@ -145,7 +147,10 @@ class SessionTable:
                 self._end(next(iter(self._sessions.values())))
         else:
             self._sessions.move_to_end(session.key)
+            if session.turns:
+                self._note_interval(now - session.last_seen)
         session.last_seen = now
+        self._let_sleep(now)
         return session
 
     def known(self, key: Hashable, root: int) -> Session | None:
@@ -165,20 +170,19 @@ class SessionTable:
             session.leaf = leaf
             self._by_leaf[leaf] = session
         session.turns += 1
+        self._wake(session)
         if session.elsewhere:
             self._count_here(session)
         if session.id is not None and not session.claim:
             self._claim(session)
-        peak = self.expected_peak(session, prompt_tokens)
-        session.context = max(session.context, prompt_tokens)
         if session.home is not worker:
             self._leave_home(session)
+            session.context = max(session.context, prompt_tokens)
             self._settle(session, worker)
-            worker.live_sessions += 1
-            worker.working_set += peak
-        else:
-            worker.working_set += peak - session.peak
-        session.peak = peak
+            self._enter_home(session)
+        elif prompt_tokens > session.context:
+            worker.working_set += prompt_tokens - session.context
+            session.context = prompt_tokens
         worker.touched.add(worker)
 
     # --- sessions of several gateways ---
@@ -204,7 +208,6 @@ class SessionTable:
         session.context = max(session.context, record.context)
         if home is not None and session.home is None:
             self._settle(session, home)
-            session.peak = session.context
             self._enter_home(session)
 
     def claimed(self, session_id: bytes, turns: int, gateway: str) -> None:
@@ -241,40 +244,50 @@ class SessionTable:
     def _enter_home(self, session: Session) -> None:
         home = session.home
         assert home is not None
-        home.live_sessions += 1
-        home.working_set += session.peak
-        home.touched.add(home)
+        if session.awake:
+            home.live_sessions += 1
+            home.working_set += session.context
+            home.touched.add(home)
 
     def _leave_counts(self, session: Session) -> None:
         home = session.home
-        if home is not None and not session.elsewhere:
+        if home is not None and session.awake and not session.elsewhere:
             home.live_sessions -= 1
             # an empty worker resets the sum, so that rounding never accumulates
-            home.working_set = home.working_set - session.peak if home.live_sessions else 0.0
+            home.working_set = home.working_set - session.context if home.live_sessions else 0.0
             home.touched.add(home)
 
-    # --- how large they grow ---
+    # --- who is awake ---
 
-    def expected_peak(self, session: Session | None, prompt_tokens: float) -> float:
-        """Tokens this session is expected to hold at its largest: a high quantile of what sessions reach, weighted for a first
-        turn by how often a second follows (a single question must not reserve room for an agent)."""
+    def _note_interval(self, seconds: float) -> None:
+        self._intervals.append(seconds)
         self._until_refresh -= 1
         if self._until_refresh < 0:
-            self._refresh_typical_peak()
-        context = max(prompt_tokens, session.context) if session is not None else prompt_tokens
-        growth = self._typical_peak - context
-        if growth <= 0:
-            return context
-        return context + growth if session is not None and session.turns > 1 else context + self._continues * growth
+            self._until_refresh = 64
+            intervals = sorted(self._intervals)
+            usual = intervals[int(INTERVAL_QUANTILE * (len(intervals) - 1))]
+            self.awake_s = min(self.ttl_s, max(LEAST_AWAKE_S, usual))
 
-    def _refresh_typical_peak(self) -> None:
-        self._until_refresh = 64
-        recent = [(s.context, s.turns) for s in islice(reversed(self._sessions.values()), _PEAK_SAMPLES)]
-        sample = recent + self._ended
-        continued = sorted(context for context, turns in sample if turns > 1)
-        if continued:
-            self._typical_peak = continued[int(PEAK_QUANTILE * (len(continued) - 1))]
-        self._continues = (len(continued) + 1) / (len(sample) + 2)
+    def _let_sleep(self, now: float) -> None:
+        """Sessions that were not heard of for long no longer count in their homes' working sets."""
+        seen_until = now - self.awake_s
+        while self._awake:
+            session = next(iter(self._awake))
+            if session.last_seen >= seen_until:
+                return
+            del self._awake[session]
+            self._leave_counts(session)
+            session.awake = False
+
+    def _wake(self, session: Session) -> None:
+        self._awake[session] = None
+        self._awake.move_to_end(session)
+        if not session.awake:
+            session.awake = True
+            if session.home is not None and not session.elsewhere:
+                self._enter_home(session)
+
+    # --- where they live ---
 
     def _settle(self, session: Session, home: Worker) -> None:
         session.home = home
@@ -293,6 +306,7 @@ class SessionTable:
 
     def _end(self, session: Session) -> None:
         self._leave_home(session)
+        self._awake.pop(session, None)
         del self._sessions[session.key]
         if self._by_leaf.get(session.leaf) is session:
             del self._by_leaf[session.leaf]
@@ -304,8 +318,6 @@ class SessionTable:
         if session.elsewhere:
             self._elsewhere -= 1
             return  # the gateway that counts it learns from its end
-        self._ended.append((session.context, session.turns))
-        del self._ended[:-_PEAK_SAMPLES]
         self.mean_turns += 0.02 * (session.turns - self.mean_turns)
 
     def expire(self, now: float) -> None:

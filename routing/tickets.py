@@ -76,7 +76,8 @@ class Tickets:
             placing = self._recent[ticket]
             worker, load = placing.worker, placing.load
             if worker in sent_to and load is not None and placing.held < common:
-                spared = (common - placing.held) * worker.token_s(prompt_tokens)
+                lacking = prompt_tokens - placing.held
+                spared = worker.prefill_s(lacking, prompt_tokens) - worker.prefill_s(prompt_tokens - common, prompt_tokens)
                 placing.held = common
                 if isinstance(load, Reservation):
                     load.shorten(spared)

@@ -17,16 +17,22 @@ LEVELS: tuple[Level, ...] = ("load", "memory", "exact")
 
 WINDOW = 20  # predictions a source is judged by
 LEAST = 8  # fewer say nothing
-FALL_SHARE = 0.5  # of wrong predictions, above which a source is no longer believed
-CLIMB_SHARE = 0.2  # and at or below which it is again
+FALL_SHARE = 0.5  # of wrong predictions, above which events are no longer believed
+CLIMB_SHARE = 0.2  # and at or below which they are again
+# The same of routing memory, behind which there is only load. It is wrong wherever a worker evicts more than was assumed; as long as
+# some of it is right it is better than nothing, and without it sessions would scatter, so that nothing could be right any more.
+MEMORY_FALL_SHARE = 0.9
+MEMORY_CLIMB_SHARE = 0.5
 SILENT_S = 10.0  # events of blocks that were certainly computed are lost when they take longer than this
 
 
 class Source:
     """The record of one source of predictions."""
 
-    def __init__(self) -> None:
+    def __init__(self, fall_share: float = FALL_SHARE, climb_share: float = CLIMB_SHARE) -> None:
         self.believed = True
+        self.fall_share = fall_share
+        self.climb_share = climb_share
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
 
     def observe(self, wrong: bool) -> str | None:
@@ -35,9 +41,9 @@ class Source:
         seen, misses = len(self._wrong), sum(self._wrong)
         if seen < LEAST:
             return None
-        if self.believed and misses > FALL_SHARE * seen:
+        if self.believed and misses > self.fall_share * seen:
             self.believed = False
-        elif not self.believed and misses <= CLIMB_SHARE * seen:
+        elif not self.believed and misses <= self.climb_share * seen:
             self.believed = True
         else:
             return None
@@ -62,7 +68,7 @@ class Trust:
         self.has_events = False
         self.level: Level = "memory"
         self.exact = Source()
-        self.memory = Source()
+        self.memory = Source(MEMORY_FALL_SHARE, MEMORY_CLIMB_SHARE)
         self.changes = 0
         self._untold = 0  # answers in a row that did not report cached tokens
         self._lost = ""  # why the events cannot be relied on now

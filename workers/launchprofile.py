@@ -118,9 +118,7 @@ class LaunchProfile(WorkerProfile):
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache of each accelerator, in bytes")
 
     chunked_prefill: bool | None = Field(None, description="prefill in chunks of max_num_batched_tokens")
-    long_prefill_token_threshold: int | None = Field(None, ge=1, description="most tokens of one prompt in a step")
     max_queued_requests: int | None = Field(None, ge=1, description="waiting requests above which the engine refuses")
-    priority_scheduling: bool = Field(False, description="serve by priority, lower values first")
 
     prefix_caching: bool | None = Field(None, description="keep the KV cache of finished requests for those with the same prefix")
     prefix_hash_algo: str | None = Field(None, description="hash of KV blocks, by the engine's own name")
@@ -214,7 +212,7 @@ _ALWAYS = frozenset(("model", "host", "port", "report_cached_tokens"))
 # Fields that no engine is told: the gateway's own knowledge of the worker, and those that other fields and the launcher take in.
 GATEWAY_ONLY = frozenset(
     (
-        "engine", "accelerator", "gpus", "price_per_hour", "latency", "restore_host_s", "restore_disk_s",
+        "engine", "accelerator", "gpus", "price_per_hour", "latency", "kernel_factor", "restore_host_s", "restore_disk_s",
         "quantization_source", "extra_args", "env",
     )
 )  # fmt: skip

@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from workers.hardware import latency_model
 from workers.latency import LATENCY_MODELS, QWEN3_32B_H100_TP2, LatencyModel
 
 Engine = Literal["auto", "vllm", "sglang", "trtllm", "sim"]
 Role = Literal["both", "prefill", "decode"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 SpeculationMethod = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "dspark", "dflash", "draft_model"]
@@ -83,6 +85,12 @@ class WorkerProfile(BaseModel):
     speculation: SpeculationOrMethod | None = Field(None, description="speculative decoding; its method suffices, e.g. eagle3, mtp, ngram")
     max_num_seqs: int = Field(256, ge=1, description="batch slots")
     max_num_batched_tokens: int = Field(8192, ge=1, description="token budget of one engine step (chunk size)")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="most tokens of one prompt in a step while others run or wait; 0: as many as the budget has"
+    )
+    scheduling_policy: SchedulingPolicy = Field(
+        "fcfs", description="order of waiting requests: fcfs by arrival, priority by priority first (lower values earlier)"
+    )
     kv_capacity_tokens: int = Field(1_000_000, ge=1, description="tokens of KV cache the worker holds")
     block_size: int = Field(16, ge=1, description="engine's KV block in tokens")
     role: Role = Field("both", description="both, or one side of prefill/decode disaggregation")
@@ -90,8 +98,16 @@ class WorkerProfile(BaseModel):
     restore_disk_s: float = Field(60e-6, ge=0, description="the same from disk or remote storage (60 us: 4 GB/s)")
     price_per_hour: float = Field(0.0, ge=0, description="currency units per hour for the whole worker")
     latency: LatencyModel | str = Field(
-        QWEN3_32B_H100_TP2, description="latency coefficients, or the name of a built-in set: " + ", ".join(LATENCY_MODELS)
+        QWEN3_32B_H100_TP2,
+        description=f"latency coefficients, the name of a built-in set ({', '.join(LATENCY_MODELS)}), or auto: from this profile's "
+        "model, accelerator, parallelism, quantization and speculation",
     )
+    kernel_factor: float = Field(1.0, gt=0, description="with latency auto: every time is multiplied by this (0.8: kernels a fifth faster)")
+
+    @property
+    def gpu_count(self) -> int:
+        """Accelerators of this worker."""
+        return self.gpus or self.tp * self.pp * self.attention_dp
 
     @property
     def dropped_hit_tokens(self) -> int:
@@ -107,10 +123,29 @@ class WorkerProfile(BaseModel):
         return self.restore_host_s if tier == "cpu" else self.restore_disk_s
 
     def latency_model(self) -> LatencyModel:
-        """The coefficients; raises KeyError naming the known sets for an unknown name."""
+        """The coefficients. Raises KeyError that says what is unknown and names what is known."""
         if isinstance(self.latency, LatencyModel):
             return self.latency
+        if self.latency == "auto":
+            return self._latency_of_fields()
         try:
             return LATENCY_MODELS[self.latency]
         except KeyError:
-            raise KeyError(f"unknown latency model {self.latency!r}; known: {', '.join(LATENCY_MODELS)}") from None
+            raise KeyError(f"unknown latency model {self.latency!r}; known: auto, {', '.join(LATENCY_MODELS)}") from None
+
+    def _latency_of_fields(self) -> LatencyModel:
+        if self.model is None or self.accelerator is None:
+            raise KeyError("latency auto needs 'model' and 'accelerator'")
+        speculation = self.speculation
+        if not isinstance(speculation, Speculation):
+            method, drafts = speculation, None
+        else:
+            method, drafts = speculation.method, speculation.num_tokens
+        try:
+            return latency_model(
+                self.model, self.accelerator, tp=self.tp, pp=self.pp, ep=self.ep, attention_dp=self.attention_dp,
+                weights=self.quantization, kv_dtype=self.kv_dtype, speculation=method, num_drafts=drafts,
+                kernel=self.kernel_factor, max_num_seqs=self.max_num_seqs,
+            )  # fmt: skip
+        except ValueError as error:
+            raise KeyError(str(error)) from None

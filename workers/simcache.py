@@ -50,6 +50,7 @@ class PrefixCache:
         self.private = 0
         self.held = 0
         self.cached = 0
+        self.evicted = 0  # blocks, since the start
         self._idle: OrderedDict[Run, None] = OrderedDict()
 
     @property
@@ -124,6 +125,15 @@ class PrefixCache:
             break
         return tail
 
+    def insert(self, hashes: Sequence[int]) -> None:
+        """Cache blocks that come from elsewhere, held by nobody; as many of the leading ones as there is room for."""
+        match = self.lookup(hashes, len(hashes))
+        blocks = min(len(hashes), match.blocks + self.available - match.idle)
+        if blocks > match.blocks:
+            tail = self.hold(match)
+            self.allocate(blocks - match.blocks)
+            self.release(self.extend(tail, hashes, match.blocks, blocks))
+
     def release(self, tail: Run) -> None:
         """Let go of all blocks up to `tail`; those nobody else holds become idle, the tail's first in line for eviction."""
         run = tail
@@ -159,6 +169,7 @@ class PrefixCache:
 
     def _evict(self, blocks: int) -> None:
         # The first run in the queue is always a leaf: whoever released a child released its parent after it.
+        self.evicted += max(0, blocks)
         while blocks > 0:
             run = next(iter(self._idle))
             count = len(run.hashes)

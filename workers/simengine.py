@@ -1,98 +1,41 @@
 """The simulated engine's core: what an engine does step by step, without a clock.
 
-It schedules as vLLM does: continuous batching with chunked prefill under one token budget per step, a paged prefix cache, and
-preemption by recomputation when blocks run out. The caller owns time: `start_step` says how long the next step takes, the caller lets that
-time pass (really or virtually), and `finish_step` says what the step produced.
+It schedules as vLLM's v1 scheduler does (0.32): continuous batching with chunked prefill under one token budget per step, running
+requests in the order of their admission before waiting ones, `long_prefill_token_threshold` for each chunk unless its request is alone,
+admission of a prompt only if it fits whole, by arrival or by priority, a paged prefix cache, and preemption by recomputation when
+blocks run out. The caller owns time: `start_step` says how long the next step takes, the caller lets that time pass (really or
+virtually), and `finish_step` says what the step produced.
+
+A step is one forward pass. Its fixed cost (weights read, launches) is there once, also where prompt chunks and decodes share the pass:
+max(prefill_base, decode_base). Chunks add their tokens and the attention to all that is before them, which over a prompt's chunks sums up
+to `LatencyModel.prefill_s`; only the fixed cost is one per step.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from workers.profile import WorkerProfile
-from workers.simcache import PrefixCache, Run
+from workers.simcache import PrefixCache
+from workers.simdecode import DecodeBatch
+from workers.simrequest import EngineCounters, Output, SimRequest, SimSequence, StepResult
 
-
-@dataclass(slots=True, frozen=True)
-class SimRequest:
-    """A request as the engine sees it.
-
-    `hashes` has one cumulative hash per full KV block of the prompt; it may go on over the output, so that a later prompt which
-    contains the answer finds it cached. `max_tokens` is what is generated, to the token. Lower `priority` goes first.
-    """
-
-    id: str
-    hashes: Sequence[int]
-    prompt_tokens: int
-    max_tokens: int
-    priority: int = 0
-
-
-@dataclass(slots=True)
-class Output:
-    """What a step gave one request: `tokens` new output tokens, the first ones if `first`, the last ones if `finished`."""
-
-    request_id: str
-    tokens: int
-    first: bool
-    finished: bool
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class StepResult:
-    """`steps` engine steps that took `duration_s` seconds together; more than one only where all were alike (decode only)."""
-
-    duration_s: float
-    steps: int
-    outputs: list[Output]
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start, as vLLM counts them (tokens, except `preemptions`, `finished` and `aborted`)."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request and where it stands. `target` tokens are to be prefilled: the prompt, and after a preemption also the output so far."""
-
-    request: SimRequest
-    key: tuple[int, int]
-    tail: Run
-    target: int
-    computed: int = 0
-    blocks: int = 0
-    cached_blocks: int = 0
-    cached_tokens: int = -1
-    emitted: int = 0
-    # While decoding, output is counted from these: `base` tokens were out when the engine had done `start` decode steps.
-    base: int = 0
-    start: int = 0
-    decoding: bool = False
-    gone: bool = False
+__all__ = ["EngineCounters", "Output", "SimEngine", "SimRequest", "StepResult"]
 
 
 @dataclass(slots=True)
 class _Flight:
     """The step under way."""
 
-    decoding: list[_Sequence]
-    chunks: dict[_Sequence, int]
-    kv_tokens: int
-    prefill_s: float
+    batch: int  # requests that decode in it
+    kv_tokens: float  # that these hold
+    chunks: dict[SimSequence, int]
+    chunk_s: float  # what the chunks add
     speed: float
+    arrived: list[SimSequence]  # transferred prompts that begin to decode
     steps: int = 1
 
 
@@ -100,29 +43,36 @@ class SimEngine:
     """One simulated engine. `speed` divides every duration.
 
     `add` and `abort` may be called at any time, also while a step is under way. An arrival joins at the next step, as in an engine.
+
+    With `stream` every step tells the new tokens of every request. Without, only first and last tokens are told (the last output has all
+    that came since the first) and `counters` count a request's output when it leaves the batch: steps then cost what changes in them, not
+    the size of the batch. Nothing else differs.
     """
 
-    def __init__(self, profile: WorkerProfile, speed: float = 1.0) -> None:
+    def __init__(self, profile: WorkerProfile, speed: float = 1.0, stream: bool = True) -> None:
         self.profile = profile
         self.latency = profile.latency_model()
         self.speed = speed
+        self.stream = stream
         self.block_size = profile.block_size
         self.cache = PrefixCache(profile.kv_capacity_tokens // profile.block_size)
         self.counters = EngineCounters()
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: list[tuple[tuple[int, int], _Sequence]] = []
+        # Requests that the last `start_step` took out of the queue for the first time.
+        self.admitted: list[str] = []
+        self._by_priority = profile.scheduling_policy == "priority"
+        self._decode_width = math.ceil(self.latency.tokens_per_step)  # of the token budget, for one decoding request
+        self._sequences: dict[str, SimSequence] = {}
+        self._waiting: list[tuple[tuple[int, int], SimSequence]] = []
         self._waiting_count = 0
-        self._prefilling: list[_Sequence] = []
-        self._decoding: dict[_Sequence, None] = {}
-        self._kv_tokens = 0
-        self._decode_steps = 0
-        self._arrivals = 0
+        self._prefilling: dict[SimSequence, None] = {}
+        self._decodes = DecodeBatch(self.latency.tokens_per_step, self.block_size)
+        self._arrivals = self._admissions = 0
         self._flight: _Flight | None = None
 
     @property
     def running(self) -> int:
         """Requests that hold a batch slot."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + len(self._decodes)
 
     @property
     def waiting(self) -> int:
@@ -130,9 +80,28 @@ class SimEngine:
         return self._waiting_count
 
     @property
+    def decoding(self) -> int:
+        """Running requests whose prompt is computed."""
+        return len(self._decodes)
+
+    @property
     def stepping(self) -> bool:
         """Whether a step is under way."""
         return self._flight is not None
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps taken together at the moment; 0 between steps."""
+        return self._flight.steps if self._flight is not None else 0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV blocks that running requests hold (idle cached blocks do not count)."""
+        return self.cache.used / self.cache.capacity
+
+    def cached_prefix(self, hashes: Sequence[int]) -> int:
+        """Tokens of the prompt prefix `hashes` that are in the cache."""
+        return self.cache.lookup(hashes, len(hashes)).blocks * self.block_size
 
     def add(self, request: SimRequest) -> None:
         """Queue a request. Raises ValueError if it could never fit the KV cache, or if its id is already known."""
@@ -143,17 +112,21 @@ class SimEngine:
         needed = self._blocks(request.prompt_tokens + request.max_tokens - 1)
         if needed > self.cache.capacity:
             raise ValueError(f"request {request.id!r} needs {needed} KV blocks, the engine has {self.cache.capacity}")
-        sequence = _Sequence(request, (request.priority, self._arrivals), self.cache.root, request.prompt_tokens)
+        key = (request.priority if self._by_priority else 0, self._arrivals)
+        sequence = SimSequence(request, key, self.cache.root, request.prompt_tokens, request.transferred)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._enqueue(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request wherever it is and free its blocks; False if it is not here (any more)."""
+        """Drop a request wherever it is and free its blocks; False if it is not here (any more).
+
+        What the steps under way would have given it is lost: shorten and finish steps taken together first, where that matters.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        if sequence in self._decoding or sequence in self._prefilling:
+        if sequence.decoding or sequence in self._prefilling:
             self._remove(sequence)
         else:
             self._waiting_count -= 1
@@ -174,18 +147,24 @@ class SimEngine:
         """
         if self._flight is not None:
             raise RuntimeError("finish the step under way first")
-        chunks: dict[_Sequence, int] = {}
-        preempted = self._grow_decodes()
-        budget = max(0, self.profile.max_num_batched_tokens - len(self._decoding) * math.ceil(self.latency.tokens_per_step))
-        budget, preempted_too = self._continue_prefills(chunks, budget)
-        if not (preempted or preempted_too):
-            self._admit(chunks, budget)
-        if not chunks and not self._decoding:
+        self.admitted = []
+        if not self._sequences:
             return None
-        flight = _Flight(list(self._decoding), chunks, self._kv_tokens, self._prefill_s(chunks), self.speed)
-        if not chunks and max_steps > 1:
-            flight.steps = self._alike_steps(max_steps)
-        self._flight = flight
+        chunks: dict[SimSequence, int] = {}
+        arrived: list[SimSequence] = []
+        limit = self._chunk_limit()
+        preemptions = self.counters.preemptions
+        self._grow_decodes()
+        budget = self._continue_prefills(chunks, limit)
+        preempted = self.counters.preemptions > preemptions
+        if not preempted:
+            self._admit(chunks, arrived, budget, limit)
+        if not chunks and not self._decodes:
+            return None
+        batch = len(self._decodes)
+        self._flight = flight = _Flight(batch, self._decodes.kv_tokens, chunks, self._chunk_s(chunks, batch), self.speed, arrived)
+        if max_steps > 1 and not (chunks or arrived or preempted):
+            flight.steps = self._decodes.steps_within(min(max_steps, self._decodes.steps_to_end()), self.cache.available)
         return self._duration_s(flight, flight.steps)
 
     def shorten_step(self, elapsed_s: float) -> float:
@@ -210,88 +189,90 @@ class SimEngine:
         duration = self._duration_s(flight, flight.steps)
         self._flight = None
         outputs: list[Output] = []
-        if flight.decoding:
-            self._decode_steps += flight.steps
-            self._emit_decoded(flight.decoding, outputs)
+        decodes = self._decodes
+        decodes.steps += flight.steps
+        if flight.steps > 1:
+            self._give_blocks(decodes.growing(0), 0)
+        due: Iterable[SimSequence] = decodes.ended()
+        if self.stream:
+            due = list(decodes.members)
+        elif flight.arrived:
+            due = dict.fromkeys((*flight.arrived, *due))
+        for sequence in due:
+            if sequence.decoding:
+                self._deliver(sequence, decodes.emitted(sequence), outputs)
         for sequence, tokens in flight.chunks.items():
-            if sequence.gone:
-                continue
-            sequence.computed += tokens
-            self._cache_blocks(sequence, sequence.computed)
-            if sequence.computed == sequence.target:
-                self._emit_prefilled(sequence, outputs)
+            if not sequence.gone:
+                sequence.computed += tokens
+                self._cache_blocks(sequence, sequence.computed)
+                if sequence.computed == sequence.target:
+                    self._begin_decoding(sequence, outputs)
         return StepResult(duration, flight.steps, outputs)
 
     # What a step does
 
-    def _emit_decoded(self, decoding: list[_Sequence], outputs: list[Output]) -> None:
-        rate, steps = self.latency.tokens_per_step, self._decode_steps
-        for sequence in decoding:
-            if sequence.gone:
-                continue
-            emitted = sequence.base + int((steps - sequence.start) * rate + 1e-9)
-            limit = sequence.request.max_tokens
-            if emitted > limit:
-                emitted = limit
-            tokens = emitted - sequence.emitted
-            sequence.emitted = emitted
-            self._kv_tokens += tokens
-            self.counters.generation_tokens += tokens
-            finished = emitted == limit
-            outputs.append(Output(sequence.request.id, tokens, False, finished, sequence.cached_tokens))
-            if finished:
-                self._finish(sequence)
-
-    def _emit_prefilled(self, sequence: _Sequence, outputs: list[Output]) -> None:
-        first = sequence.emitted == 0
-        sequence.emitted += 1
-        self.counters.generation_tokens += 1
-        if first:
-            self.counters.prompt_tokens += sequence.request.prompt_tokens
-        finished = sequence.emitted == sequence.request.max_tokens
-        outputs.append(Output(sequence.request.id, 1, first, finished, sequence.cached_tokens))
+    def _deliver(self, sequence: SimSequence, emitted: int, outputs: list[Output]) -> None:
+        """Tell what a request has gained, where there is something to tell."""
+        finished = emitted == sequence.request.max_tokens
+        tokens, first = emitted - sequence.delivered, sequence.delivered == 0
+        if tokens and (first or finished or self.stream):
+            sequence.delivered = emitted
+            outputs.append(Output(sequence.request.id, tokens, first, finished, sequence.cached_tokens))
+            self._count(sequence, emitted)
+            if first:
+                self.counters.prompt_tokens += sequence.request.prompt_tokens
         if finished:
-            self._finish(sequence)
-            return
-        self._prefilling.remove(sequence)
-        sequence.decoding = True
-        sequence.base, sequence.start = sequence.emitted, self._decode_steps
-        self._decoding[sequence] = None
-        self._kv_tokens += sequence.request.prompt_tokens + sequence.emitted
+            self._remove(sequence)
+            self._forget(sequence)
+            self.counters.finished += 1
 
-    def _finish(self, sequence: _Sequence) -> None:
-        self._remove(sequence)
-        self._forget(sequence)
-        self.counters.finished += 1
+    def _begin_decoding(self, sequence: SimSequence, outputs: list[Output]) -> None:
+        """A prompt is computed, which gives a token."""
+        sequence.base += 1
+        self._deliver(sequence, sequence.base, outputs)
+        if not sequence.gone:
+            del self._prefilling[sequence]
+            self._decodes.join(sequence)
+
+    def _count(self, sequence: SimSequence, emitted: int) -> None:
+        self.counters.generation_tokens += emitted - sequence.counted
+        sequence.counted = emitted
 
     # Scheduling
 
-    def _grow_decodes(self) -> bool:
-        """Give every decoding request the block its next step may need, preempting where there is none; True if one was preempted."""
-        needed = self._decode_growth(1)
-        if not needed:
-            return False
-        preempted = False
-        while needed > self.cache.available:
-            self._preempt()
-            preempted = True
-            needed = self._decode_growth(1)
-        self._allocate_growth(1)
-        return preempted
+    def _chunk_limit(self) -> int:
+        """Most tokens of one prompt in the next step. A request that is alone keeps nobody waiting and has the whole budget."""
+        threshold = self.profile.long_prefill_token_threshold
+        budget = self.profile.max_num_batched_tokens
+        return min(threshold, budget) if threshold and self.running + self._waiting_count > 1 else budget
 
-    def _continue_prefills(self, chunks: dict[_Sequence, int], budget: int) -> tuple[int, bool]:
-        """Next chunks of prompts already begun; returns the tokens left of the budget and whether a request was preempted."""
-        preempted = False
+    def _grow_decodes(self) -> None:
+        """Give every decoding request the block that its next step needs, preempting where there is none."""
+        growing = self._decodes.growing(1)
+        while growing and sum(self._decodes.missing_blocks(sequence, 1) for sequence in growing) > self.cache.available:
+            self._preempt()
+            growing = [sequence for sequence in growing if sequence.decoding]
+        self._give_blocks(growing, 1)
+
+    def _give_blocks(self, growing: list[SimSequence], ahead: int) -> None:
+        for sequence in growing:
+            self._allocate(sequence, self._decodes.missing_blocks(sequence, ahead))
+            self._decodes.blocks_given(sequence)
+
+    def _continue_prefills(self, chunks: dict[SimSequence, int], limit: int) -> int:
+        """Next chunks of prompts already begun; returns the tokens left of the budget.
+
+        vLLM goes through the batch in the order of admission; the decodes may go first all the same. Who is admitted behind unfinished
+        prompts found budget left by them, and they never take more later; only the last prompt can be short of budget.
+        """
+        budget = max(0, self.profile.max_num_batched_tokens - self._decode_width * len(self._decodes))
         for sequence in list(self._prefilling):
-            if budget == 0:
-                break
-            if sequence not in self._prefilling:
+            tokens = min(sequence.target - sequence.computed, limit, budget)
+            if not tokens or sequence not in self._prefilling:
                 continue
-            tokens = min(sequence.target - sequence.computed, budget)
             needed = self._blocks(sequence.computed + tokens) - sequence.blocks
             while needed > self.cache.available:
                 victim = self._preempt()
-                preempted = True
                 budget += chunks.pop(victim, 0)
                 if victim is sequence:
                     break
@@ -299,95 +280,78 @@ class SimEngine:
                 self._allocate(sequence, needed)
                 chunks[sequence] = tokens
                 budget -= tokens
-        return budget, preempted
+        return budget
 
-    def _admit(self, chunks: dict[_Sequence, int], budget: int) -> None:
+    def _admit(self, chunks: dict[SimSequence, int], arrived: list[SimSequence], budget: int, limit: int) -> None:
         """Start waiting requests in order while slots, the token budget and KV blocks for their whole prompt last."""
         while budget > 0 and self._waiting_count and self.running < self.profile.max_num_seqs:
             sequence = self._first_waiting()
+            request = sequence.request
             # At least one token is always computed: the engine needs its logits.
-            match = self.cache.lookup(sequence.request.hashes, (sequence.target - 1) // self.block_size)
-            if self._blocks(sequence.target) - match.blocks + match.idle > self.cache.available:
+            match = self.cache.lookup(request.hashes, (sequence.target - 1) // self.block_size)
+            first_step = min(int(self._decodes.rate + 1e-9), request.max_tokens) - 1 if sequence.transferred else 0
+            if self._blocks(sequence.target + first_step) - match.blocks + match.idle > self.cache.available:
                 return
             heapq.heappop(self._waiting)
             self._waiting_count -= 1
+            sequence.admission = self._admissions
+            self._admissions += 1
             sequence.tail = self.cache.hold(match)
             sequence.blocks = sequence.cached_blocks = match.blocks
             sequence.computed = match.blocks * self.block_size
             if sequence.cached_tokens < 0:
+                self.admitted.append(request.id)
                 sequence.cached_tokens = sequence.computed
                 self.counters.prefix_queries += sequence.target
                 self.counters.prefix_hits += sequence.computed
-            tokens = min(sequence.target - sequence.computed, budget)
+            if sequence.transferred:
+                self._allocate(sequence, self._blocks(sequence.target + first_step) - sequence.blocks)
+                self._cache_blocks(sequence, sequence.target)
+                self._decodes.join(sequence)
+                arrived.append(sequence)
+                budget -= self._decode_width
+                continue
+            tokens = min(sequence.target - sequence.computed, limit, budget)
             self._allocate(sequence, self._blocks(sequence.computed + tokens) - sequence.blocks)
-            self._prefilling.append(sequence)
+            self._prefilling[sequence] = None
             chunks[sequence] = tokens
             budget -= tokens
 
-    def _preempt(self) -> _Sequence:
+    def _preempt(self) -> SimSequence:
         """Send the running request that is last in order back to the queue; it keeps its output and recomputes its KV."""
-        victim = max((*self._prefilling, *self._decoding), key=lambda sequence: sequence.key)
+        victim = max((*self._prefilling, *self._decodes.members), key=lambda sequence: sequence.key)
         self._remove(victim)
-        victim.target = victim.request.prompt_tokens + victim.emitted
+        victim.target = victim.request.prompt_tokens + victim.base
         victim.computed = 0
+        victim.transferred = False
         self.counters.preemptions += 1
         self._enqueue(victim)
         return victim
-
-    def _alike_steps(self, max_steps: int) -> int:
-        """How many decode steps can be taken together: until the first request ends, and no further than the blocks last."""
-        rate = self.latency.tokens_per_step
-        steps = max_steps
-        for sequence in self._decoding:
-            left = math.ceil((sequence.request.max_tokens - sequence.base) / rate) - (self._decode_steps - sequence.start)
-            if left < steps:
-                steps = left
-        steps = max(1, steps)
-        while steps > 1 and self._decode_growth(steps) > self.cache.available:
-            steps //= 2
-        if steps > 1:
-            self._allocate_growth(steps)
-        return steps
 
     # Blocks
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _decode_blocks(self, sequence: _Sequence, steps: int) -> int:
-        """Blocks that a decoding request fills in `steps` more steps. The newest token's KV is only written by the step after it."""
-        emitted = sequence.base + int((self._decode_steps + steps - sequence.start) * self.latency.tokens_per_step + 1e-9)
-        return -(-(sequence.request.prompt_tokens + min(emitted, sequence.request.max_tokens) - 1) // self.block_size)
-
-    def _decode_growth(self, steps: int) -> int:
-        return sum(max(0, self._decode_blocks(sequence, steps) - sequence.blocks) for sequence in self._decoding)
-
-    def _allocate_growth(self, steps: int) -> None:
-        for sequence in self._decoding:
-            growth = self._decode_blocks(sequence, steps) - sequence.blocks
-            if growth > 0:
-                self._allocate(sequence, growth)
-
-    def _allocate(self, sequence: _Sequence, blocks: int) -> None:
+    def _allocate(self, sequence: SimSequence, blocks: int) -> None:
         self.cache.allocate(blocks)
         sequence.blocks += blocks
 
-    def _cache_blocks(self, sequence: _Sequence, kv_tokens: int) -> None:
+    def _cache_blocks(self, sequence: SimSequence, kv_tokens: int) -> None:
         """Offer the request's full blocks, computed up to `kv_tokens`, to others."""
         full = min(kv_tokens // self.block_size, len(sequence.request.hashes))
         if full > sequence.cached_blocks:
             sequence.tail = self.cache.extend(sequence.tail, sequence.request.hashes, sequence.cached_blocks, full)
             sequence.cached_blocks = full
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: SimSequence) -> None:
         """Take a running request out of the batch and free its blocks; those with a hash stay cached."""
         if sequence.decoding:
-            del self._decoding[sequence]
-            self._kv_tokens -= sequence.request.prompt_tokens + sequence.emitted
-            self._cache_blocks(sequence, sequence.request.prompt_tokens + sequence.emitted - 1)
-            sequence.decoding = False
+            self._decodes.leave(sequence)
+            self._count(sequence, sequence.base)
+            self._cache_blocks(sequence, sequence.request.prompt_tokens + sequence.base - 1)
         else:
-            self._prefilling.remove(sequence)
+            del self._prefilling[sequence]
         self.cache.release(sequence.tail)
         self.cache.free(sequence.blocks - sequence.cached_blocks)
         sequence.tail = self.cache.root
@@ -395,36 +359,37 @@ class SimEngine:
 
     # The queue
 
-    def _enqueue(self, sequence: _Sequence) -> None:
+    def _enqueue(self, sequence: SimSequence) -> None:
         heapq.heappush(self._waiting, (sequence.key, sequence))
         self._waiting_count += 1
 
-    def _first_waiting(self) -> _Sequence:
+    def _first_waiting(self) -> SimSequence:
         while self._waiting[0][1].gone:
             heapq.heappop(self._waiting)
         return self._waiting[0][1]
 
-    def _forget(self, sequence: _Sequence) -> None:
+    def _forget(self, sequence: SimSequence) -> None:
         sequence.gone = True
         del self._sequences[sequence.request.id]
 
     # Durations
 
-    def _prefill_s(self, chunks: dict[_Sequence, int]) -> float:
+    def _chunk_s(self, chunks: dict[SimSequence, int], batch: int) -> float:
+        """What prompt chunks add to a step in which `batch` requests decode."""
         if not chunks:
             return 0.0
         latency = self.latency
-        return latency.prefill_base + sum(
-            tokens * (latency.prefill_token + latency.prefill_attention * sequence.target) for sequence, tokens in chunks.items()
+        fixed = max(0.0, latency.prefill_base - latency.decode_base) if batch else latency.prefill_base
+        return fixed + sum(
+            latency.prefill_s(tokens, sequence.computed + tokens) - latency.prefill_base for sequence, tokens in chunks.items()
         )
 
     def _duration_s(self, flight: _Flight, steps: int) -> float:
-        duration = flight.prefill_s
-        batch = len(flight.decoding)
-        if batch:
+        duration = flight.chunk_s
+        if flight.batch:
             # Each step reads what the steps before it have added.
-            grown = batch * self.latency.tokens_per_step * (steps - 1) / 2
-            duration += steps * self.latency.step_s(batch, flight.kv_tokens + grown)
+            grown = flight.batch * self.latency.tokens_per_step * (steps - 1) / 2
+            duration += steps * self.latency.step_s(flight.batch, flight.kv_tokens + grown)
         return duration / flight.speed
 
     def _require_flight(self) -> _Flight:

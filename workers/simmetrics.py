@@ -22,7 +22,7 @@ def metrics_page(engine: SimEngine, model: str, finished: Mapping[str, int]) -> 
 
     metric("num_requests_running", "gauge", "Number of requests in model execution batches.", engine.running)
     metric("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", engine.waiting)
-    metric("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", cache.used / cache.capacity)
+    metric("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", engine.kv_use)
     metric("prefix_cache_queries_total", "counter", "Prefix cache queries, in tokens.", counters.prefix_queries)
     metric("prefix_cache_hits_total", "counter", "Prefix cache hits, in tokens.", counters.prefix_hits)
     metric("prompt_tokens_total", "counter", "Number of prefill tokens processed.", counters.prompt_tokens)

@@ -52,7 +52,7 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
         (2, "workers:\n  - model: m\n", "url: is required"),
         (2, "workers:\n  - url: gpu1:8000\n", "http://host:port"),
         (2, "workers:\n  - url: http://me:secret@a:1\n", "api_key_env"),
-        (3, "workers:\n  - url: http://a:1\n    latency: warp\n", "known: qwen3-32b-h100-tp2"),
+        (3, "workers:\n  - url: http://a:1\n    latency: warp\n", "known: auto, qwen3-32b-h100-tp2"),
         (3, "workers:\n  - url: http://a:1\n    latency: {prefill_tokens: 1}\n", "did you mean 'prefill_token'"),
         (3, "workers:\n  - url: http://a:1\n    kv_events: sometimes\n", "kv_events"),
         (3, "workers:\n  - url: http://a:1\n    kv_events: {endpoint: somewhere}\n", "tcp://host:port"),

@@ -110,7 +110,8 @@ async def test_a_busy_worker_that_is_slow_to_a_probe_is_not_given_up() -> None:
         request.end()
 
     enough = asyncio.Event()
-    async with ScriptedWorker(flows) as worker, running(config(worker.url, upstream={"keepalive_s": 0.2, "probe_timeout_s": 0.25})) as stack:
+    settings = {"keepalive_s": 0.2, "probe_timeout_s": 0.25}
+    async with ScriptedWorker(flows) as worker, running(config(worker.url, upstream=settings)) as stack:
         asked = asyncio.ensure_future(stack.post(CHAT.path, CHAT.body()))
         await worker.until_requests(1)
         [endpoint] = stack.gateway.fleet.endpoints.values()

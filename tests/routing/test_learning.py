@@ -19,7 +19,7 @@ def serve(router: Router, speed: dict[str, float], count: int, now: float = 0.0)
         now += 60.0
         decision = router.decide(request(blocks(100), None), now)
         worker = decision.worker
-        took = speed[worker.id] * (worker.base + decision.prompt_tokens * (worker.per_token + worker.per_pair * decision.prompt_tokens))
+        took = speed[worker.id] * worker.profile.latency_model().prefill_s(decision.prompt_tokens, decision.prompt_tokens)
         decision.reservation.first_token(now + took)
         decision.reservation.release(now + took)
         router.learn(decision, prompt_tokens=round(decision.prompt_tokens), cached_tokens=0, ttft_s=took)

@@ -440,7 +440,7 @@ def test_turns_spread_over_three_gateways_go_as_through_one() -> None:
     assert all(fleet.stayed >= 0.98 for fleet in three)
     assert hits(apart) < hits(one) - 0.03 and p90(apart) > 2.0 * p90(one)  # what telling nothing costs
     for fleet in three:
-        assert sum(worker.live_sessions for router in fleet.routers for worker in router.workers.values()) == 48
+        assert sum(router.sessions.counted for router in fleet.routers) == 48
         assert all(worker.others_in_flight == 0 for router in fleet.routers for worker in router.workers.values())
 
 

@@ -65,7 +65,7 @@ def test_reservations_return_to_zero(policy: str, steps: list[tuple[str, int, fl
         decision.reservation.release(now)
     for worker in workers:
         assert (worker.in_flight, worker.decoding, len(worker.prefilling)) == (0, 0, 0)
-        assert worker.pending_s == 0.0 and worker.wait_s(now) == 0.0
+        assert worker.pending_s == worker.pending_tokens == 0.0 and worker.wait_s(now) == 0.0
         assert worker.active_tokens == pytest.approx(0.0, abs=1e-6)
     router.sessions.clear()
     assert all(w.live_sessions == 0 and w.working_set == pytest.approx(0.0, abs=1e-6) for w in workers)

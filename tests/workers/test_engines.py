@@ -209,7 +209,7 @@ SAMPLES: dict[str, Any] = {
     "attention_dp": 2, "dtype": "bfloat16", "quantization": "fp8", "quantization_method": "fp8", "kv_dtype": "fp8", "max_model_len": 10,
     "memory_share": 0.5, "kv_cache_bytes": 10, "kv_capacity_tokens": 640, "block_size": 32, "prefix_caching": False,
     "prefix_hash_algo": "sha256_cbor", "max_num_seqs": 3, "max_num_batched_tokens": 99, "chunked_prefill": True,
-    "long_prefill_token_threshold": 5, "max_queued_requests": 7, "priority_scheduling": True, "all2all_backend": "pplx",
+    "long_prefill_token_threshold": 5, "max_queued_requests": 7, "scheduling_policy": "priority", "all2all_backend": "pplx",
     "kv_events": {}, "kv_offload": {"host_gib": 8}, "kv_transfer": {"connector": "nixl"}, "speculation": "mtp", "lora": {"max_rank": 8},
     "tool_parser": "p", "reasoning_parser": "p", "eager": True, "engine_options": {"a": 1},
     "nodes": {"count": 2, "address": "n0"}, "env": {"A": "b"}, "extra_args": ["--x"],
@@ -253,7 +253,7 @@ def test_a_stated_field_changes_the_command_or_is_refused(engine: str, field: st
         ("sglang", {"kv_cache_bytes": 1}, "set kv_capacity_tokens"),
         ("trtllm", {"dp": 2}, "start a worker for each"),
         ("trtllm", {"attention_dp": 4, "tp": 2}, "set attention_dp to 8 and tp to 1"),
-        ("trtllm", {"priority_scheduling": True}, "let the gateway order the requests"),
+        ("trtllm", {"scheduling_policy": "priority"}, "let the gateway order the requests"),
         ("trtllm", {"tp": 16, "nodes": {"count": 2, "address": "n"}}, "trtllm-llmapi-launch"),
         ("trtllm", {"kv_transfer": {"connector": "nixl", "port": 1}}, "leave it out"),
     ],
@@ -268,8 +268,8 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_low_priority_values_come_first_in_every_engine_that_has_priorities() -> None:
-    assert "--scheduling-policy priority" in words("vllm", priority_scheduling=True)
-    assert "--enable-priority-scheduling --schedule-low-priority-values-first" in words("sglang", priority_scheduling=True)
+    assert "--scheduling-policy priority" in words("vllm", scheduling_policy="priority")
+    assert "--enable-priority-scheduling --schedule-low-priority-values-first" in words("sglang", scheduling_policy="priority")
 
 
 def test_the_kv_cache_of_the_worker_is_divided_among_its_ranks() -> None:
@@ -393,9 +393,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_seqs": st.integers(1, 512),
     "max_num_batched_tokens": st.integers(1, 32768),
     "chunked_prefill": st.booleans(),
-    "long_prefill_token_threshold": st.integers(1, 8192),
+    "long_prefill_token_threshold": st.integers(0, 8192),
     "max_queued_requests": st.integers(1, 512),
-    "priority_scheduling": st.booleans(),
+    "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "report_cached_tokens": st.booleans(),
     "kv_events": st.just({"replay_endpoint": "tcp://*:5657"}),
     "kv_offload": st.sampled_from([{"host_gib": 64}, {"backend": "lmcache"}, {"backend": "lmcache", "host_gib": 8}]),

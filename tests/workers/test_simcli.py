@@ -40,8 +40,10 @@ def test_several_workers_serve_their_profile_and_stop_on_sigterm() -> None:
     [
         (["--profile", "tp"], "'tp' is not KEY=VALUE"),
         (["--profile", "tensor=2"], "Known keys: engine, model"),
-        (["--profile", "latency=unknown"], "known: qwen3-32b-h100-tp2"),
+        (["--profile", "latency=unknown"], "known: auto, qwen3-32b-h100-tp2"),
         (["--kv-capacity", "8"], "holds no block"),
+        (["--scheduling-policy", "random"], "'fcfs', 'priority'"),
+        (["--profile", "long_prefill_token_threshold=-1"], "greater than or equal to 0"),
     ],
 )
 def test_a_wrong_profile_is_explained(arguments: list[str], message: str) -> None:

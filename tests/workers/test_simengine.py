@@ -49,11 +49,27 @@ def test_request_alone_takes_the_time_of_the_latency_model() -> None:
     while (result := engine.step()) is not None:
         results.append(result)
     chunks = [512, 512, 176]
-    prefill = [0.01 + c * (1e-5 + 1e-9 * 1200) for c in chunks]
+    # each token attends to all before it, the chunk's own ones included
+    prefill = [0.01 + c * (1e-5 + 1e-9 * (before + c / 2)) for c, before in zip(chunks, [0, 512, 1024], strict=True)]
     decode = [LATENCY.step_s(1, 1201), LATENCY.step_s(1, 1202)]
     assert [r.duration_s for r in results] == pytest.approx(prefill + decode)
     assert [sum(o.tokens for o in r.outputs) for r in results] == [0, 0, 1, 1, 1]
     assert [o.first for r in results for o in r.outputs] == [True, False, False]
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2000))
+@settings(max_examples=60, deadline=None)
+def test_a_prompt_in_chunks_costs_what_it_costs_whole_but_for_the_steps(prompt_tokens: int, cached_tokens: int, budget: int) -> None:
+    """Cold or behind a cached prefix, the chunks add up to the latency model's prefill; each further step adds its fixed cost."""
+    engine = SimEngine(profile(max_num_batched_tokens=budget))
+    cached(engine, request("before", min(cached_tokens, prompt_tokens), max_tokens=1))
+    engine.add(request("a", prompt_tokens, max_tokens=1))
+    results = []
+    while (result := engine.step()) is not None:
+        results.append(result)
+    uncached = prompt_tokens - results[-1].outputs[0].cached_tokens
+    expected = LATENCY.prefill_s(uncached, prompt_tokens) + (len(results) - 1) * LATENCY.prefill_base
+    assert sum(r.duration_s for r in results) == pytest.approx(expected)
 
 
 def test_speed_divides_time() -> None:
@@ -96,7 +112,8 @@ def test_decodes_go_before_chunks_of_a_long_prompt() -> None:
     result = engine.step()
     assert result is not None
     assert [o.request_id for o in result.outputs] == ["short"]
-    assert result.duration_s == pytest.approx(LATENCY.step_s(1, 17) + 0.01 + 511 * (1e-5 + 1e-9 * 2000))
+    # one pass for both: its fixed cost, here the larger one of decoding, is paid once
+    assert result.duration_s == pytest.approx(LATENCY.step_s(1, 17) + 511 * (1e-5 + 1e-9 * 511 / 2))
 
 
 def test_batch_slots_bound_the_batch() -> None:
@@ -107,14 +124,50 @@ def test_batch_slots_bound_the_batch() -> None:
     assert (engine.running, engine.waiting) == (2, 3)
 
 
-def test_lower_priority_goes_first() -> None:
-    engine = SimEngine(profile(max_num_seqs=1))
+@pytest.mark.parametrize(("policy", "order"), [("priority", ["running", "soon", "late"]), ("fcfs", ["running", "late", "soon"])])
+def test_lower_priority_goes_first_where_the_engine_schedules_by_it(policy: str, order: list[str]) -> None:
+    engine = SimEngine(profile(max_num_seqs=1, scheduling_policy=policy))
     for id, priority in (("running", 0), ("late", 5), ("soon", -5)):
         engine.add(request(id, 32, priority=priority))
         if id == "running":
             engine.step()
     finished = [o.request_id for o in drain(engine) if o.finished]
-    assert finished == ["running", "soon", "late"]
+    assert finished == order
+
+
+@pytest.mark.parametrize(("policy", "preempted"), [("priority", "batch"), ("fcfs", "urgent")])
+def test_out_of_blocks_preempts_the_last_in_order(policy: str, preempted: str) -> None:
+    engine = SimEngine(profile(kv_capacity_tokens=16 * 10, scheduling_policy=policy))
+    engine.add(request("batch", 64, max_tokens=60, stream=1, priority=5))
+    engine.step()
+    engine.add(request("urgent", 64, max_tokens=60, stream=2, priority=-5))
+    finished = [o.request_id for o in drain(engine) if o.finished]
+    assert engine.counters.preemptions > 0
+    assert finished[-1] == preempted
+
+
+def first_tokens(engine: SimEngine) -> dict[str, int]:
+    """The step, counted from 1, that gave each request its first token."""
+    steps: dict[str, int] = {}
+    number = 0
+    while (result := engine.step()) is not None:
+        number += 1
+        steps |= {o.request_id: number for o in result.outputs if o.first}
+    return steps
+
+
+def test_a_long_prompt_leaves_budget_for_others_up_to_the_threshold() -> None:
+    for threshold, step_of_short in ((0, 5), (256, 1)):
+        engine = SimEngine(profile(long_prefill_token_threshold=threshold))
+        engine.add(request("long", 2000, stream=1))
+        engine.add(request("short", 200, stream=2))
+        assert first_tokens(engine)["short"] == step_of_short
+
+
+def test_a_long_prompt_that_is_alone_has_the_whole_budget() -> None:
+    engine = SimEngine(profile(long_prefill_token_threshold=64))
+    engine.add(request("long", 1024))
+    assert first_tokens(engine) == {"long": 2}
 
 
 def test_out_of_blocks_preempts_the_latest_and_recomputes_it() -> None:

@@ -179,8 +179,10 @@ def _lora(profile: LaunchProfile, draft: Draft) -> None:
         draft.flag("--lora-paths", *(f"{name}={path}" for name, path in lora.adapters.items()))
 
 
-def _priority(profile: LaunchProfile, draft: Draft) -> None:
-    if profile.priority_scheduling:
+def _scheduling_policy(profile: LaunchProfile, draft: Draft) -> None:
+    if profile.scheduling_policy == "fcfs":
+        draft.flag("--schedule-policy", "fcfs")
+    else:
         draft.flag("--enable-priority-scheduling")
         draft.flag("--schedule-low-priority-values-first")  # as in vLLM; SGLang's own order is higher first
 
@@ -223,7 +225,7 @@ RULES: dict[str, Rule] = {
     "chunked_prefill": Switch(off=("--chunked-prefill-size", "-1")),
     "long_prefill_token_threshold": Refused("has no limit for one prompt; lower max_num_batched_tokens"),
     "max_queued_requests": _queue_limit,
-    "priority_scheduling": _priority,
+    "scheduling_policy": _scheduling_policy,
     "report_cached_tokens": Switch(on=("--enable-cache-report",)),
     "kv_events": _kv_events,
     "kv_offload": _kv_offload,

@@ -200,7 +200,7 @@ RULES: dict[str, Rule] = {
     "chunked_prefill": Switch(on=("--enable_chunked_prefill",)),
     "long_prefill_token_threshold": Refused("has no limit for one prompt; lower max_num_batched_tokens"),
     "max_queued_requests": Refused("queues without limit; leave it out and let the gateway bound the queue"),
-    "priority_scheduling": Refused("takes no priority over HTTP; leave it out and let the gateway order the requests"),
+    "scheduling_policy": Refused("takes no priority over HTTP; leave it out and let the gateway order the requests"),
     "report_cached_tokens": Elsewhere("always on"),
     "kv_events": _kv_events,
     "kv_offload": _kv_offload,

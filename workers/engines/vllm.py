@@ -229,7 +229,7 @@ RULES: dict[str, Rule] = {
     "chunked_prefill": Switch(on=("--enable-chunked-prefill",), off=("--no-enable-chunked-prefill",)),
     "long_prefill_token_threshold": "--long-prefill-token-threshold",
     "max_queued_requests": "--max-num-queued-reqs",
-    "priority_scheduling": Switch(on=("--scheduling-policy", "priority")),  # lower values first
+    "scheduling_policy": "--scheduling-policy",  # lower priority values first
     "report_cached_tokens": Switch(on=("--enable-prompt-tokens-details",)),
     "kv_events": _kv_events,
     "kv_offload": _kv_offload,

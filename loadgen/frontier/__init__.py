@@ -1,0 +1,1 @@
+"""What a sweep found: Pareto fronts, cliffs with their cause, and what each kind of change was worth."""

@@ -1,0 +1,1 @@
+"""Sweeps: many configurations of a fleet, simulated or live, one results file."""

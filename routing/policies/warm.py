@@ -1,0 +1,148 @@
+"""`warm`, the product's policy: least cost in seconds, own work priced by what a second of it costs the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from routing.fleet import Worker
+from routing.policies.placement import Placement, only
+from routing.sessions import Session
+
+# Share of the fleet's time that the later turns of live sessions are expected to take at least. What is measured while sessions
+# start says little of what they will do, and without it the first worker to hold a shared prompt would get them all.
+LEAST_LATER_USE = 0.1
+# A wait below this is no reason to leave a warm cache: nobody notices it, and a hiccup of this process or the network looks the same.
+LEAST_MOVE_S = 0.1
+TIE_S = 0.01  # a difference in waits below this is noise of clocks and networks
+TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
+
+
+class Warm:
+    """Least cost in seconds, own work priced by what a second of it costs the others.
+
+    cost = network + wait + restore + own x (1 + c) + decode + evict + crowd
+
+    restore  seconds to bring what is cached in host memory or on disk back to the accelerator.
+
+    own    prefill of what the worker does not hold. For a session's first turn, the part that another worker holds is a
+           shared prefix: where there is room for it, it serves the sessions to come, so it is divided among them.
+    c      arrivals/s per worker x (wait + own) / (1 - utilisation): the delay that one second of work adds to those who arrive
+           before the queue has drained. Near zero when idle, so idle workers are used freely; near saturation sessions hold still.
+    evict  seconds to recompute what no longer fits beside the contexts of the sessions that are awake there, at each of the turns
+           that a session has: whoever is evicted comes back, and evicts another.
+    crowd  the expected waits that this session and the others at home there will cause each other.
+
+    A session whose home has nothing to prefill stays there without further ado: no other worker can be cheaper by more than
+    a difference in decode speed, which does not pay for a second copy of its cache.
+    """
+
+    name = "warm"
+
+    def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
+        now, total, session, sessions = placement.now, placement.prompt_tokens, placement.session, placement.sessions
+        cached, restore = placement.cached, placement.restore
+        home = session.home if session is not None else None
+        first = home is None
+        if (
+            home is not None
+            and not home.prefilling
+            and not home.others_prefilling
+            and home.decoding + home.others_decoding < home.slots
+            and home.id in cached
+            and home in candidates
+        ):
+            session.regret = 0.0  # type: ignore[union-attr]
+            return only(home)
+        congestion = placement.congestion
+        count = len(candidates)
+        pressure = congestion.arrivals_per_s / count / (1.0 - min(congestion.work_per_s / count, 0.95))
+        best_cached = max(cached.values()) if first and cached else 0.0
+        repeated = crowding = 0.0
+        if session is not None:
+            if first:
+                repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session))
+            # expected waits per pair of sessions at home together: turns to come x length of what is met x chance to meet
+            usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count
+            later = congestion.later_work_per_s
+            met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
+            crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (sessions.live * usual_token_s)
+        output_tokens = placement.output_tokens * placement.decode_weight
+        turns = sessions.mean_turns
+        # a session that has come over from another gateway is still counted there, too
+        itself = 2 if session is not None and session.id is not None and not session.claim else 1
+
+        ranked: list[tuple[Any, ...]] = []
+        for place, worker in enumerate(candidates):
+            held = cached.get(worker.id, 0.0)
+            scale = worker.prefill_calibration.value
+            token_s = scale * (worker.per_token + worker.per_pair * total)
+            lacking = total - held
+            own = scale * (worker.base + lacking * (worker.per_token + worker.per_pair * (total - 0.5 * lacking)))
+            prefilling = len(worker.prefilling)
+            in_flight = prefilling + worker.decoding
+            neighbours = living = worker.live_sessions
+            working_set = worker.working_set
+            if worker.others:
+                prefilling += worker.others_prefilling
+                in_flight += worker.others_prefilling + worker.others_decoding
+                neighbours = living = living + worker.others_live_sessions
+                working_set += worker.others_working_set
+            if worker is home:
+                neighbours -= itself
+                over, new = working_set - worker.capacity, total
+            else:
+                over, new = working_set + lacking - worker.capacity, lacking
+            evict = 0.0
+            if over > 0.0:
+                evict = (over if over < new else new) * token_s * turns
+            elif held < best_cached:
+                own -= (best_cached - held) * scale * (worker.per_token + 0.5 * worker.per_pair * (best_cached + held)) * repeated
+            busy = prefilling or in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
+            wait = worker.wait_s(now, total) if busy else 0.0
+            priced = own * pressure * (wait + own)
+            decode = output_tokens * worker.joined_step_s(total)
+            crowd = crowding * neighbours * token_s
+            restored = restore.get(worker.id, 0.0) if restore else 0.0
+            cost = worker.network_s + wait + restored + own + priced + decode + evict + crowd
+            ranked.append((cost, living, in_flight, place, worker, wait, own, priced, decode, evict, crowd, held, restored))
+        ranked.sort()
+        if session is not None and home is not None:
+            _hold_still(session, home, ranked)
+        elif count > 1:
+            _break_ties(ranked, session is not None, placement.crowded)
+        return ranked
+
+
+def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool, crowded: bool) -> None:
+    """Put first who carries the fewest sessions among those whose costs are as good as equal; for a request that belongs to no
+    session, who has the fewest requests. Gateways that place sessions at the same time then go by the list, which all have in the
+    same order: their costs differ by noise."""
+    best = ranked[0]
+    busy = best[5] + best[6]
+    limit = best[0] + TIE_S * (1.0 + best[7] / busy if busy else 1.0)  # what waits differ by counts so much in the cost
+    if ranked[1][0] >= limit:
+        return
+    first, second, third = (1, 2, 3 if crowded else 0) if comes_back else (2, 1, 3 if crowded else 0)
+    best = min([(entry[first], entry[second], entry[third], entry[3], entry) for entry in ranked if entry[0] < limit])[4]
+    if best is not ranked[0]:
+        ranked.remove(best)
+        ranked.insert(0, best)
+
+
+def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -> None:
+    """Put the home first unless leaving it has become worth what the other worker would have to compute.
+
+    The rule of online page migration: what staying has cost beyond the best other worker is added up, never below zero, and
+    the session moves when the sum reaches the price of a move. A long wait moves it at once, and many short ones do in time;
+    a single one of the size of the recomputation does not: it is over before the next turn, and estimates are no better.
+    """
+    place = next((i for i, entry in enumerate(ranked) if entry[4] is home), None)
+    if place is None or len(ranked) == 1:
+        return
+    at_home = ranked[place]
+    elsewhere = ranked[0] if place else ranked[1]
+    session.regret = max(0.0, session.regret + at_home[0] - elsewhere[0])
+    if place and session.regret < max(elsewhere[6] + elsewhere[7], LEAST_MOVE_S):
+        del ranked[place]
+        ranked.insert(0, at_home)
