@@ -2,7 +2,7 @@
 # make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
 # make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
 # make test-engine   those that need real vLLM engines, installed on first use into ~/.cache/warmroute (2 GB)
-# make lint      ruff and mypy;   make bench     the benchmarks (an hour; some need redis-server);   make lock  new pins from pyproject.toml
+# make lint      ruff and mypy;   make bench     the benchmarks (over an hour; some need redis-server);   make lock  new pins from pyproject.toml
 
 PYTHON ?= python3
 VENV := .venv
@@ -57,6 +57,14 @@ bench: setup
 	$(BIN)/python benchmarks/gateways.py
 	$(BIN)/python -m benchmarks.outage
 	$(BIN)/python -m benchmarks.soak
+# The simulator and what is built on it, on two cores. All cells of the policies with five seeds take hours: benchmarks/policies.py
+	$(BIN)/python benchmarks/policies.py --quick --only agentic,b2b
+	$(BIN)/python benchmarks/published.py --seeds 1
+	results=$$(mktemp -d) && trap 'rm -rf "$$results"' EXIT && \
+		$(BIN)/loadgen sweep deploy/sweeps/agentic.yaml -o "$$results/grid.jsonl" && \
+		$(BIN)/python benchmarks/adaptive.py deploy/sweeps/agentic.yaml "$$results/grid.jsonl"
+# Not here: benchmarks/reality.py takes two vLLM engines (make test-engine has them), benchmarks/oracle.py the extra `oracle`,
+# benchmarks/simengine.py a trace in Mooncake's format.
 
 lock: setup
 	$(BIN)/python -m pip install -q uv

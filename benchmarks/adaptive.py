@@ -53,7 +53,7 @@ def adaptive(grid: Grid, values: dict[Point, Value], budget: int, seed: int) -> 
 @click.command()
 @click.argument("sweep_file", type=click.Path(exists=True, path_type=Path))
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
-@click.option("--seeds", default=10, show_default=True, help="First samples to start from.")
+@click.option("--seeds", default=12, show_default=True, help="First samples to start from.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures as JSON.")
 def main(sweep_file: Path, results: Path, seeds: int, json_file: Path | None) -> None:
     """Adaptive against the whole grid and against random choice."""

@@ -50,6 +50,9 @@ kv_capacity_option = click.option(
 
 
 def write_json(file: Path | None, data: dict[str, Any]) -> None:
-    """Where `--json` names a file."""
+    """Where `--json` names a file. Raises ClickException where it cannot be written."""
     if file is not None:
-        file.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+        try:
+            file.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+        except OSError as error:
+            raise click.ClickException(f"{file}: cannot be written: {error}") from None

@@ -96,12 +96,15 @@ def simulate_command(
         raise click.UsageError("--workers is for a fleet without --fleet; change the file's 'count'")
     try:
         fleet = load_fleet(fleet_file) if fleet_file is not None else FleetSpec(pools=[PoolSpec(count=workers or 4)])
-        names = list(POLICIES) if policies == "all" else [name.strip() for name in (policies or fleet.policy).split(",") if name.strip()]
+        asked = list(POLICIES) if policies == "all" else (fleet.policy if policies is None else policies).split(",")
+        names = list(dict.fromkeys(name.strip() for name in asked))
         if unknown := [name for name in names if name not in POLICIES]:
             raise click.UsageError(f"unknown policy {unknown[0]!r}; known: {', '.join(POLICIES)}")
-        simulations = _simulate_all(
-            trace, trace_format, gaps, max_context, fleet, names, knowledge, Load(**load_options), range(seed, seed + seeds)
-        )
+        try:
+            load = Load(**load_options)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        simulations = _simulate_all(trace, trace_format, gaps, max_context, fleet, names, knowledge, load, range(seed, seed + seeds))
     except (FleetError, TraceError) as error:
         raise click.ClickException(str(error)) from None
     console = Console()
@@ -136,7 +139,6 @@ def _simulate_all(
                 sessions = limit_context(sessions, max_context)
             for policy in policies:
                 changes = {"policy": policy} | ({"knowledge": knowledge} if knowledge else {})
-
                 bars.update(task, completed=done, description=f"{policy}, seed {seed}")
                 show = partial(_show, bars, task, done)
                 simulations[policy].append(simulate(sessions, fleet.model_copy(update=changes), load, seed, show))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from routing.calibration import ConfigurationScale, WorkerScale
 from routing.trust import Trust
@@ -27,10 +27,17 @@ MOST_COUNT = 1_000_000_000
 DEFAULT_OUTPUT_TOKENS = 200.0  # agent traces: median 216 (Weka), mean 440
 
 
+class Claimant(Protocol):
+    """Whose requests a worker is reserved for (`routing.sessions.Session`)."""
+
+    def begun(self) -> None: ...
+    def ended(self, now: float) -> None: ...
+
+
 class Reservation:
     """One request's claim on a worker."""
 
-    __slots__ = ("after", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker")
+    __slots__ = ("after", "claimant", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker")
 
     PREFILL, DECODE, RELEASED = 0, 1, 2
 
@@ -43,8 +50,12 @@ class Reservation:
         now: float,
         root: int | None = None,
         uncached: float = 0.0,
+        claimant: Claimant | None = None,
     ):
         self.worker = worker
+        self.claimant = claimant
+        if claimant is not None:
+            claimant.begun()
         self.prefill_s = prefill_s
         self.prompt_tokens = prompt_tokens
         self.streamed = streamed
@@ -91,6 +102,8 @@ class Reservation:
         else:
             worker.decoding -= 1
         self.phase = self.RELEASED
+        if self.claimant is not None:
+            self.claimant.ended(now)
         # an idle worker has none at all, whatever rounding has left
         worker.active_tokens = worker.active_tokens - self.prompt_tokens if worker.decoding or worker.prefilling else 0.0
         worker.touched.add(worker)

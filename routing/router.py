@@ -386,9 +386,9 @@ class Router:
         self.congestion.add(prefill, now, at_home=worker is home)
         # what others with this beginning are still computing may or may not be there when this one starts
         certain = worker not in sent_alike and (not hashes or all(other.root != hashes[0] for other in worker.prefilling))
-        reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None, total - held)
+        reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None, total - held, session)
         if session is not None:
-            self.sessions.placed(session, worker, hashes, total)
+            self.sessions.placed(session, worker, hashes, total, held)
             # the chain counts as held from now on, so that siblings in a burst go together
             self.memory.record(worker.id, session.key, hashes, now, known.get(worker.id, 0) if known else 0)
             worker.computed += total - held

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 from routing.fleet import Worker
 
-# A session idle for longer than this quantile of the intervals between turns is asleep: an engine evicts what was used least recently,
-# so that it takes no room from those that are awake.
-INTERVAL_QUANTILE = 0.95
+# A session idle for longer than this quantile of the gaps between an answer and the next turn is asleep: an engine evicts what was used
+# least recently, so that it takes no room from those that are awake.
+GAP_QUANTILE = 0.95
 LEAST_AWAKE_S = 30.0
-_INTERVALS = 512
+_GAPS = 512
+_MOST_LOOKED_AT = 8
 _MOST_CLAIMS = 10_000
 _RECORD = struct.Struct("<BIffBB")  # version, turns, context, regret, lengths of the two names that follow
 
@@ -62,21 +63,41 @@ class SessionRecord:
 class Session:
     """One conversation: a growing prompt whose prefix stays."""
 
-    __slots__ = ("awake", "claim", "context", "elsewhere", "home", "id", "key", "last_seen", "leaf", "regret", "root", "turns")
+    __slots__ = (
+        "awake", "claim", "context", "elsewhere", "home", "id", "idle_since", "in_flight",
+        "key", "last_seen", "leaf", "regret", "root", "shared", "turns",
+    )  # fmt: skip
 
     def __init__(self, key: Hashable, root: int, now: float):
         self.key = key
         self.root = root  # hash of the first block: sessions that share a system prompt share it
         self.leaf = 0
         self.home: Worker | None = None
-        self.context = 0.0  # largest prompt so far, tokens: what it counts in its home's working set while it is awake
+        self.context = 0.0  # largest prompt so far, tokens
+        self.shared = 0.0  # of them were at its home before it came: others' beginning, which is there once for all
         self.turns = 0
         self.regret = 0.0  # seconds that staying at home has cost of late, see `policies`
         self.last_seen = now
+        self.in_flight = 0  # requests under way
+        self.idle_since = now  # the last of them ended then
         self.id: bytes | None = None  # what other gateways know it by
         self.claim = 0  # turns at this gateway's last claim to count it
         self.elsewhere = False  # another gateway counts it
-        self.awake = True  # it has had a turn lately
+        self.awake = True  # it has a request under way, or has had one lately
+
+    @property
+    def footprint(self) -> float:
+        """Tokens it takes of its home's cache: what it counts in the working set there while it is awake."""
+        return self.context - self.shared if self.context > self.shared else 0.0
+
+    def begun(self) -> None:
+        """A request of it is under way."""
+        self.in_flight += 1
+
+    def ended(self, now: float) -> None:
+        """One is over."""
+        self.in_flight -= 1
+        self.idle_since = now
 
 
 def root_of(hashes: Sequence[int], root_blocks: int) -> int:
@@ -94,8 +115,8 @@ class SessionTable:
         self._by_leaf: dict[int, Session] = {}
         self._at_home: dict[Worker, set[Session]] = {}  # workers that are somebody's home
         self._sharing: Counter[int] = Counter()
-        self._awake: OrderedDict[Session, None] = OrderedDict()  # least recently seen first
-        self._intervals: deque[float] = deque(maxlen=_INTERVALS)  # seconds from turn to turn
+        self._awake: OrderedDict[Session, None] = OrderedDict()  # those that were looked at least recently first
+        self._gaps: deque[float] = deque(maxlen=_GAPS)  # seconds from an answer to the next turn
         self._until_refresh = 0
         self.awake_s = ttl_s  # idle for longer is asleep; learned
         self._next_expiry = 0.0
@@ -147,8 +168,8 @@ class SessionTable:
                 self._end(next(iter(self._sessions.values())))
         else:
             self._sessions.move_to_end(session.key)
-            if session.turns:
-                self._note_interval(now - session.last_seen)
+            if session.turns and not session.in_flight:
+                self._note_gap(now - session.idle_since)
         session.last_seen = now
         self._let_sleep(now)
         return session
@@ -162,8 +183,8 @@ class SessionTable:
         unknown = max(self.live / len(self._sessions), 1.0)
         return self._sharing[session.root] * unknown - 1.0
 
-    def placed(self, session: Session, worker: Worker, hashes: Sequence[int], prompt_tokens: float) -> None:
-        """The session's next turn goes to `worker`: its home from now on."""
+    def placed(self, session: Session, worker: Worker, hashes: Sequence[int], prompt_tokens: float, held: float = 0.0) -> None:
+        """The session's next turn goes to `worker`, which holds so many tokens of it: its home from now on."""
         leaf = hashes[-1]
         if leaf != session.leaf:
             self._by_leaf.pop(session.leaf, None)
@@ -178,11 +199,13 @@ class SessionTable:
         if session.home is not worker:
             self._leave_home(session)
             session.context = max(session.context, prompt_tokens)
+            session.shared = held
             self._settle(session, worker)
             self._enter_home(session)
         elif prompt_tokens > session.context:
-            worker.working_set += prompt_tokens - session.context
+            before = session.footprint
             session.context = prompt_tokens
+            worker.working_set += session.footprint - before
         worker.touched.add(worker)
 
     # --- sessions of several gateways ---
@@ -207,6 +230,7 @@ class SessionTable:
         session.regret = record.regret
         session.context = max(session.context, record.context)
         if home is not None and session.home is None:
+            session.shared = 0.0
             self._settle(session, home)
             self._enter_home(session)
 
@@ -246,7 +270,7 @@ class SessionTable:
         assert home is not None
         if session.awake:
             home.live_sessions += 1
-            home.working_set += session.context
+            home.working_set += session.footprint
             home.touched.add(home)
 
     def _leave_counts(self, session: Session) -> None:
@@ -254,27 +278,29 @@ class SessionTable:
         if home is not None and session.awake and not session.elsewhere:
             home.live_sessions -= 1
             # an empty worker resets the sum, so that rounding never accumulates
-            home.working_set = home.working_set - session.context if home.live_sessions else 0.0
+            home.working_set = home.working_set - session.footprint if home.live_sessions else 0.0
             home.touched.add(home)
 
     # --- who is awake ---
 
-    def _note_interval(self, seconds: float) -> None:
-        self._intervals.append(seconds)
+    def _note_gap(self, seconds: float) -> None:
+        self._gaps.append(seconds)
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._until_refresh = 64
-            intervals = sorted(self._intervals)
-            usual = intervals[int(INTERVAL_QUANTILE * (len(intervals) - 1))]
-            self.awake_s = min(self.ttl_s, max(LEAST_AWAKE_S, usual))
+            gaps = sorted(self._gaps)
+            self.awake_s = min(self.ttl_s, max(LEAST_AWAKE_S, gaps[int(GAP_QUANTILE * (len(gaps) - 1))]))
 
     def _let_sleep(self, now: float) -> None:
-        """Sessions that were not heard of for long no longer count in their homes' working sets."""
-        seen_until = now - self.awake_s
-        while self._awake:
+        """Sessions that were not heard of for long no longer count in their homes' working sets. Looks at a few at a time."""
+        idle_until = now - self.awake_s
+        for _ in range(min(len(self._awake), _MOST_LOOKED_AT)):
             session = next(iter(self._awake))
-            if session.last_seen >= seen_until:
+            if session.last_seen >= idle_until:
                 return
+            if session.in_flight or session.idle_since >= idle_until:
+                self._awake.move_to_end(session)
+                continue
             del self._awake[session]
             self._leave_counts(session)
             session.awake = False

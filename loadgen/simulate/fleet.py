@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from routing.policies import POLICIES
+from routing.router import DECODE_WEIGHT
 from workers.profile import WorkerProfile
 
 # A prefilled prompt's way to the worker that decodes it: gpt-oss-120B on H200, measured 35 ms at 2,048 to 235 ms at 49,152 tokens
@@ -26,13 +27,21 @@ class FleetError(ValueError):
 class PoolSpec(BaseModel):
     """Workers of one configuration. `profile.role` says what they do: both, or one side of prefill/decode disaggregation."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str = Field("", description="prefix of the workers' names; w when absent")
     count: int = Field(1, ge=1, description="workers")
     speed: float = Field(1.0, gt=0, description="what the engines really are faster than their profile says (the router has to learn it)")
     tiers: list[str] = Field(default_factory=list, description="tiers these workers serve; all when empty")
     profile: WorkerProfile = Field(default_factory=WorkerProfile, description="the engine configuration")
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _known(cls, tiers: list[str]) -> list[str]:
+        for tier in tiers:
+            if tier not in DECODE_WEIGHT:
+                raise ValueError(f"unknown tier {tier!r}; known: {', '.join(DECODE_WEIGHT)}")
+        return tiers
 
     @property
     def gpus(self) -> int:
@@ -42,7 +51,7 @@ class PoolSpec(BaseModel):
 class FleetSpec(BaseModel):
     """A fleet behind one gateway."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     pools: list[PoolSpec] = Field(default_factory=lambda: [PoolSpec()], min_length=1)
     policy: str = Field("warm", description="routing policy: " + ", ".join(POLICIES))

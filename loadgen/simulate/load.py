@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
+
+from routing.router import DECODE_WEIGHT
 
 Mode = Literal["closed", "open"]
 
 
 @dataclass(slots=True)
 class Load:
-    """How a trace is played.
+    """How a trace is played. Raises ValueError for what no clock can do.
 
     Without `requests` and `duration_s` every session is played once. Measured are the requests sent after the first `warmup` ones and
     after `warmup_s`; they are awaited, and others go on being sent meanwhile, so that the last ones meet the same load.
@@ -30,6 +33,22 @@ class Load:
     rate: float | None = None  # open loop: sessions per second (Poisson) instead of the trace's times
     speedup: float = 1.0  # open loop: the trace's times are divided by this
     tiers: dict[str, float] = field(default_factory=lambda: {"standard": 1.0})  # share of the sessions, by tier
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, found {value}")
+        for name in ("live_sessions", "requests", "duration_s", "rate", "speedup"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must be above 0")
+        if self.advance > 1:
+            raise ValueError(f"advance is a share, at most 1; found {self.advance}")
+        if unknown := self.tiers.keys() - DECODE_WEIGHT:
+            raise ValueError(f"tiers: there is no tier {min(unknown)!r}; the tiers are {', '.join(DECODE_WEIGHT)}")
+        shares = self.tiers.values()
+        if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
+            raise ValueError("tiers: shares are finite numbers of at least 0, and one is above 0")
 
     @property
     def endless(self) -> bool:

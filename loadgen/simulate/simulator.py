@@ -159,8 +159,7 @@ class _Simulator:
         self._closing = False  # nothing more is measured
         self._window_end: float | None = None
         self._next_expiry = 1.0
-        self._arriving = 0  # sessions of the open loop that are yet to start
-        self._exhausted = False
+        self._refused = 0  # requests in a row that no engine took
 
     # --- the fleet ---
 
@@ -179,12 +178,19 @@ class _Simulator:
         self._decoders: list[_Node] = []
         for place, pool in enumerate(fleet.pools):
             # engines keep what they cache in blocks of their own; here the trace says how finely prompts can be compared
-            profile = pool.profile.model_copy(update={"block_size": self._block, "model": None, "latency": pool.profile.latency_model()})
+            try:
+                latency = pool.profile.latency_model()
+            except (KeyError, ValueError) as error:
+                raise FleetError(f"pools.{place}: {error.args[0]}") from None
+            profile = pool.profile.model_copy(update={"block_size": self._block, "model": None, "latency": latency})
             if profile.kv_capacity_tokens < self._block:
                 raise FleetError(f"pools.{place}: a KV cache of {profile.kv_capacity_tokens} tokens holds no block of {self._block}")
             prefix = pool.name or ("w" if len(fleet.pools) == 1 else f"p{place}-")
             for number in range(pool.count):
                 self._add_node(f"{prefix}{number}", pool.tiers, profile, pool.speed, exact)
+        for tier, share in self.load.tiers.items():
+            if share and not self.router.serving(_model(tier)):
+                raise FleetError(f"pools: none serves the tier {tier!r}, which sessions of this load have")
 
     def _add_node(self, node_id: str, tiers: list[str], profile: WorkerProfile, speed: float, exact: bool) -> None:
         if node_id in self._by_worker or any(node.id == node_id for node in self._decoders):
@@ -254,7 +260,6 @@ class _Simulator:
     def _next_in_lane(self, first: bool) -> None:
         play = next(self._plays, None)
         if play is None:
-            self._exhausted = True
             return
         session, lap = play
         steps = len(session.requests)
@@ -271,6 +276,8 @@ class _Simulator:
             else:
                 first = session.start_s if first is None else first
                 if lap != current:  # the next pass starts where the last session of this one did
+                    if not last_start:
+                        raise FleetError("the trace's sessions all start at once, so it cannot be repeated by its own times; give a rate")
                     current, offset = lap, offset + last_start
                 last_start = session.start_s - first
                 due = (offset + last_start) / load.speedup
@@ -357,12 +364,15 @@ class _Simulator:
         record = turn.record
         record.arrived_at = self.now
         output = 1 if node.role == "prefill" else record.output_tokens
-        priority = 0
         try:
-            node.engine.add(SimRequest(str(id(turn)), turn.hashes, record.prompt_tokens, output, priority))
+            node.engine.add(SimRequest(str(id(turn)), turn.hashes, record.prompt_tokens, output))
         except ValueError:
+            self._refused += 1
+            if self.load.endless and self._refused > self._total + self.load.live_sessions:
+                raise FleetError("no request of the trace fits the KV cache of a worker") from None
             self._failed(turn, "the request exceeds the worker's KV cache")
             return
+        self._refused = 0
         node.turns[str(id(turn))] = turn
         self._wake(node)
 
@@ -415,7 +425,7 @@ class _Simulator:
             turn.record.cached_tokens = cached
             delay = self.fleet.transfer_base_s + self.fleet.transfer_token_s * record.prompt_tokens
             self._at(self.now + delay, self._transferred, turn)
-            turn.decision.reservation.first_token(self.now)
+            turn.decision.reservation.release(self.now)  # it leaves this worker
             return
         if first and record.first_at is None:
             if node.role != "decode":
@@ -447,12 +457,11 @@ class _Simulator:
         turn.decision.reservation.release(self.now)
         self.router.failed(turn.decision)
         self._measure.failed(turn.record, why)
-        self._ended(turn)
+        self._at(self.now, self._ended, turn)  # not here: the next one may fail at once, and so on
 
     def _answered(self, turn: _Turn) -> None:
         now, record, decision = self.now, turn.record, turn.decision
         record.ended_at = now
-        decision.reservation.release(now)
         worker = decision.worker
         assert record.first_at is not None
         if record.output_tokens > 1 and turn.prefiller.role == "both":
@@ -461,6 +470,7 @@ class _Simulator:
         self.router.learn(decision, prompt_tokens=record.prompt_tokens, cached_tokens=record.cached_tokens, ttft_s=ttft)
         if self._exact is not None:
             worker.trust.heard(now)  # what it computed is known
+        decision.reservation.release(now)
         node = turn.prefiller
         record.worker = node.id
         record.lost_tokens = self._lost(node, turn)
@@ -511,7 +521,12 @@ class _Simulator:
     # --- the result ---
 
     def result(self, wall_s: float) -> Simulation:
-        begin = self._measuring_from if self._measuring_from is not None else 0.0
+        if self._measuring_from is None:
+            raise FleetError(
+                f"nothing was measured: the trace is through after {self._issued:,} requests and {self.now:.0f} s, within the warm-up; "
+                "measure a number of requests or a duration, and the trace is repeated"
+            )
+        begin = self._measuring_from
         end = self._window_end if self._window_end is not None else self.now
         span = max(self.now - begin, 1e-9)
         measure = self._measure
@@ -519,7 +534,7 @@ class _Simulator:
         keepers = [node for node in self.nodes if node.role != "decode"]
         workers: dict[str, WorkerFigures] = {}
         for node in self.nodes:
-            before = self._preempted_before.get(node.id, 0) if self._measuring_from is not None else 0
+            before = self._preempted_before[node.id]
             workers[node.id] = WorkerFigures(
                 busy=min(1.0, node.busy_s / span), batch=node.batch_s / span, kv_use=node.kv_s / span,
                 preemptions=node.engine.counters.preemptions - before,

@@ -31,6 +31,7 @@ class Warm:
            before the queue has drained. Near zero when idle, so idle workers are used freely; near saturation sessions hold still.
     evict  seconds to recompute what no longer fits beside the contexts of the sessions that are awake there, at each of the turns
            that a session has: whoever is evicted comes back, and evicts another.
+    decode expected output x step time of the batch that it joins.
     crowd  the expected waits that this session and the others at home there will cause each other.
 
     A session whose home has nothing to prefill stays there without further ado: no other worker can be cheaper by more than
@@ -90,7 +91,8 @@ class Warm:
                 working_set += worker.others_working_set
             if worker is home:
                 neighbours -= itself
-                over, new = working_set - worker.capacity, total
+                # what it holds there stays; but of a session that was evicted nothing keeps it
+                over, new = working_set - worker.capacity, total if held < 0.5 * total else 0.0
             else:
                 over, new = working_set + lacking - worker.capacity, lacking
             evict = 0.0

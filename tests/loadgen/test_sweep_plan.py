@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from loadgen.frontier.objectives import parse_objective
 from loadgen.results import Figures, Run, Scalar
 from loadgen.sweep.adaptive import AdaptiveSearch
+from loadgen.sweep.estimate import DOUBT, NOISE, Estimate, Process, likeness
 from loadgen.sweep.grid import Axis, Grid, Point
 from loadgen.sweep.objective import Goal, Value, front, hypervolume
 
@@ -45,7 +47,8 @@ def jagged(arm: dict[str, Scalar], layout: int) -> Value | None:
 
 
 def search(grid: Grid, values: dict[Point, Value | None], budget: int, seed: int) -> list[Point]:
-    adaptive, chosen = AdaptiveSearch(grid, budget, seed), []
+    adaptive = AdaptiveSearch(grid, budget, seed)
+    chosen: list[Point] = []
     while points := adaptive.next():
         assert not set(points) & set(chosen), "a configuration is asked for once"
         chosen += points
@@ -67,7 +70,7 @@ def test_adaptive_finds_the_front_with_a_third_of_the_grids_runs() -> None:
         recalls.append(mean(point in chosen for point in on_front))
         areas.append(hypervolume(good[point] for point in chosen if point in good) / hypervolume(good.values()))
         at_random.append(mean(point in grid.random_sample(grid.size // 3, layout) for point in on_front))
-    assert mean(recalls) > 0.95 and min(areas) > 0.98
+    assert mean(recalls) > 0.98 and min(recalls) > 0.9 and min(areas) > 0.99
     assert mean(at_random) < 0.5, "the test is no test if chance finds it"
 
 
@@ -81,6 +84,77 @@ def test_adaptive_goes_for_the_last_value_before_a_cliff() -> None:
         }
         best = max(values, key=lambda point: values[point].y)  # type: ignore[union-attr]
         assert best in search(grid, values, 60, seed=0)
+
+
+def test_adaptive_finds_an_isolated_point_of_the_front() -> None:
+    """Topology c is far behind but with all of the slots and all of the load, where it has the most throughput of all."""
+    grid = Grid(
+        [
+            Axis.of("topology", ["a", "b", "c"]),
+            Axis.of("slots", [16, 48, 128]),
+            Axis.of("live", [1, 2, 3, 4, 6, 8, 12, 16]),
+            Axis.of("policy", ["warm", "round-robin"]),
+        ]
+    )
+    values: dict[Point, Value | None] = {}
+    for point in grid.points():
+        topology, slots, live, policy = point
+        ahead = (1.0, 0.7, 0.6 + 0.5 * (slots / 2) * (live / 7) ** 2)[topology] * (1.0, 0.9)[policy]
+        values[point] = Value(ahead * 150 / (1 + live), ahead * 15 * (1 + live) * (0.7 + 0.1 * slots))
+    on_front = front({point: value for point, value in values.items() if value is not None})
+    assert [point for point in on_front if point[0] == 2] == [(2, 2, 7, 0)]
+    assert all((2, 2, 7, 0) in search(grid, values, grid.size // 3, seed) for seed in range(5))
+
+
+def test_adaptive_searches_a_grid_too_large_to_estimate_every_point() -> None:
+    grid = Grid([Axis.of(f"a{number}", list(range(10))) for number in range(4)])
+    values: dict[Point, Value | None] = {
+        point: Value(1 + point[0], 12 - point[0] - 0.1 * sum((at - 4) ** 2 for at in point[1:]) / 3) if point[1] + point[2] < 12 else None
+        for point in grid.points()
+    }
+    good = {point: value for point, value in values.items() if value is not None}
+    found = [good[point] for point in search(grid, values, 70, seed=0) if point in good]
+    assert hypervolume(found) > 0.95 * hypervolume(good.values())
+
+
+def test_the_estimate_is_that_of_a_gaussian_process() -> None:
+    """Against the formula written out with matrices: likeness K of the measured points, k of a point to them."""
+    numpy = pytest.importorskip("numpy")
+    grid = Grid(AXES)
+    points = grid.random_sample(30, 1)
+    known, asked = points[:20], points[20:]
+    process = Process([likeness(axis) for axis in grid.axes], points, NOISE)
+    for point in known:
+        process.measured(point)
+    figures = numpy.array([math.sin(sum(point)) for point in known])
+    expected = process.expected(list(figures))
+    assert list(expected) == asked
+
+    tables = [likeness(axis) for axis in grid.axes]
+
+    def alike(some: list[Point], others: list[Point]) -> Any:
+        return numpy.array([[math.prod(table[i][j] for table, i, j in zip(tables, a, b, strict=True)) for b in others] for a in some])
+
+    inverse = numpy.linalg.inv(alike(known, known) + NOISE * numpy.eye(len(known)))
+    middle = (inverse @ figures).sum() / inverse.sum()
+    variance = (figures - middle) @ inverse @ (figures - middle) / len(known)
+    for point in asked:
+        k = alike([point], known)[0]
+        assert expected[point].mean == pytest.approx(middle + k @ inverse @ (figures - middle))
+        assert expected[point].deviation == pytest.approx(DOUBT * math.sqrt(variance * (1 - k @ inverse @ k)))
+
+
+def test_chances_are_of_the_points_not_told_and_fall_with_what_is_below_them() -> None:
+    grid = Grid([Axis.of("live", [1, 2, 4, 8, 16]), Axis.of("policy", ["a", "b", "c"])])
+    estimate = Estimate(grid, grid.points())
+    told = {(0, 0): Value(100, 10), (4, 0): Value(20, 160), (0, 1): Value(50, 5), (4, 1): Value(10, 80), (2, 2): None}
+    for point, value in told.items():
+        estimate.tell(point, value)
+    chances = estimate.chances()
+    assert set(chances) == set(grid.points()) - set(told)
+    assert all(0 <= chance <= 1 for chance in chances.values())
+    assert chances[2, 0] > 1.2 * chances[2, 1], "policy b was half as good"
+    assert chances[2, 0] > chances[1, 2], "beside what cannot run"
 
 
 def test_adaptive_ends_when_nothing_can_run() -> None:

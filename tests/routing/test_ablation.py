@@ -15,7 +15,7 @@ from workers.profile import WorkerProfile
 
 def played(policy: Policy) -> list[Decision]:
     """Agents with a shared prompt on a fleet that is too small for them, through real decisions."""
-    router = new_router([WorkerProfile(kv_capacity_tokens=150_000)] * 3)
+    router = new_router([WorkerProfile(kv_capacity_tokens=100_000)] * 3)
     router.policy = policy
     virtual = VirtualFleet(router)
     draw = random.Random(3)

@@ -424,8 +424,8 @@ def loop(gateways: int, seed: int, *, shares: bool = True, sticky: bool = False,
     return fleet
 
 
-def p90(fleets: list[SharedFleet]) -> float:
-    return statistics.mean(sorted(fleet.ttfts)[int(0.9 * len(fleet.ttfts))] for fleet in fleets)
+def ttft(fleets: list[SharedFleet]) -> float:
+    return statistics.mean(statistics.mean(fleet.ttfts) for fleet in fleets)
 
 
 def hits(fleets: list[SharedFleet]) -> float:
@@ -436,9 +436,9 @@ def test_turns_spread_over_three_gateways_go_as_through_one() -> None:
     seeds = range(3)
     one, three = [loop(1, seed) for seed in seeds], [loop(3, seed) for seed in seeds]
     apart = [loop(3, seed, shares=False) for seed in seeds]
-    assert hits(three) >= hits(one) - 0.01 and p90(three) <= 1.1 * p90(one)
+    assert hits(three) >= hits(one) - 0.01 and ttft(three) <= 1.1 * ttft(one)
     assert all(fleet.stayed >= 0.98 for fleet in three)
-    assert hits(apart) < hits(one) - 0.03 and p90(apart) > 2.0 * p90(one)  # what telling nothing costs
+    assert hits(apart) < hits(one) - 0.03 and ttft(apart) > 2.0 * ttft(one)  # what telling nothing costs
     for fleet in three:
         assert sum(router.sessions.counted for router in fleet.routers) == 48
         assert all(worker.others_in_flight == 0 for router in fleet.routers for worker in router.workers.values())

@@ -39,6 +39,8 @@ def test_fleet_is_the_sum_of_its_pools(tmp_path: Path) -> None:
         ("pools: [{count: 0}]", "pools.0.count: "),
         ("pools: [{profile: {tp: 0}}]", "pools.0.profile.tp: "),
         ("pools: [{profle: {}}]", "pools.0.profle: "),
+        ("pools: [{speed: .inf}]", "pools.0.speed: "),
+        ("pools: [{tiers: [gold]}]", "unknown tier 'gold'; known: latency, "),
         ("policy: fastest", "unknown policy 'fastest'; known: warm, "),
         ("pools: [{profile: {role: prefill}}]", "prefill workers need decode workers"),
     ],
@@ -64,5 +66,9 @@ def test_traces_that_cannot_be_played_are_refused() -> None:
         play([growing("a", 1), growing("b", 2, block_size=64)])
     with pytest.raises(FleetError, match="holds no block"):
         play([growing("a", 1)], fleet(pool(kv_capacity_tokens=9)))
+    with pytest.raises(FleetError, match=r"pools\.0: unknown latency model 'h1000'"):
+        play([growing("a", 1)], fleet(pool(latency="h1000")))
+    with pytest.raises(FleetError, match="none serves the tier 'standard'"):
+        play([growing("a", 1)], fleet(pool(tiers=["latency"])))
     with pytest.raises(FleetError, match="two workers are called 'w0'"):
         play([session("a", [turn(1, 1)])], fleet(pool(name="w"), pool(name="w")))

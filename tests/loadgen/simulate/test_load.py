@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from loadgen.simulate import FleetError, Load
 from loadgen.simulate.measure import TurnRecord
 from tests.loadgen.simulate.virtual_fleet import fleet, growing, play, pool, session, turn
 
@@ -92,3 +95,30 @@ def test_order_of_sessions_follows_the_seed_when_shuffled() -> None:
     assert in_order == sorted(in_order)
     assert shuffled[0] != in_order and shuffled[0] != shuffled[1]
     assert sorted(shuffled[0]) == in_order
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("duration_s", math.nan), ("warmup_s", math.inf), ("ramp_s", -1.0), ("live_sessions", 0), ("rate", 0.0), ("speedup", 0.0),
+        ("advance", 1.5), ("tiers", {}), ("tiers", {"gold": 1.0}), ("tiers", {"standard": 0.0}), ("tiers", {"standard": math.nan}),
+    ],
+)  # fmt: skip
+def test_load_that_no_clock_can_play_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        Load(**{field: value})
+
+
+def test_loads_that_would_never_end_or_measure_nothing_are_refused() -> None:
+    short, long = session("a", [turn(1, 10)]), session("a", [turn(1, 5000)])
+    with pytest.raises(FleetError, match="all start at once"):
+        play([short, short], mode="open", duration_s=10.0)
+    with pytest.raises(FleetError, match="no request of the trace fits"):
+        play([long], fleet(pool(kv_capacity_tokens=1000)), duration_s=10.0)
+    with pytest.raises(FleetError, match=r"nothing was measured: .* 1 requests"):
+        play([short], warmup=5)
+
+
+def test_thousands_of_refusals_in_a_row_are_errors() -> None:
+    sessions = [session(str(n), [turn(n, 5000)]) for n in range(3000)]
+    assert play(sessions, fleet(pool(kv_capacity_tokens=1000)), live_sessions=1).figures.errors == 3000
