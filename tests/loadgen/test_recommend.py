@@ -93,6 +93,7 @@ def test_equal_configurations_differ_in_price_alone(trace: Path) -> None:
     assert (runner_up.candidate.name, runner_up.count) == ("dear", made.plan.pools[0].trial.count)
 
 
+@pytest.mark.slow
 def test_growth_needs_more_workers(trace: Path) -> None:
     counts = []
     for growth in (0.0, 1.0):
@@ -111,6 +112,7 @@ def test_tiers_get_pools_of_their_own_where_that_is_cheaper(tiers: Recommendatio
     assert {verdict.tier for verdict in tiers.verdicts} == {"latency", "throughput"}
 
 
+@pytest.mark.slow
 def test_a_tier_that_pays_less_than_it_costs_is_left_out(trace: Path) -> None:
     slo = {"user_tokens_per_s": 45}
     wanted = {"latency": {"slo": slo, "pays_per_million_output": 1000}, "throughput": {"slo": slo, "pays_per_million_output": 0.0001}}

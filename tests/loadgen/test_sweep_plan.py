@@ -106,6 +106,7 @@ def test_adaptive_finds_an_isolated_point_of_the_front() -> None:
     assert all((2, 2, 7, 0) in search(grid, values, grid.size // 3, seed) for seed in range(5))
 
 
+@pytest.mark.slow
 def test_adaptive_searches_a_grid_too_large_to_estimate_every_point() -> None:
     grid = Grid([Axis.of(f"a{number}", list(range(10))) for number in range(4)])
     values: dict[Point, Value | None] = {
