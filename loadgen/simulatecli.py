@@ -72,7 +72,7 @@ def simulate_command(
     """Play a trace against a simulated fleet in virtual time, by the gateway's own routing code.
 
     Engines batch, chunk prefills, cache prefixes, evict and preempt as vLLM does; how long their steps take is their latency profile's
-    affair. Equal seeds give equal figures. A fleet is YAML; `loadgen simulate --help` shows all there is to it:
+    affair. Equal seeds give equal figures. A fleet is YAML (docs/simulator.md has every field):
 
     \b
     policy: warm                  # or any other: --policy all compares them

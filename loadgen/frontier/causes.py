@@ -45,7 +45,8 @@ def name_cause(before: Point, after: Point) -> Cause:
 
     1. The hit rate fell by 3 points or more and 1.3 times as many tokens have to be computed. If the bound of an infinite cache fell as
        much (80 % of it), the requests themselves share less (**sharing**). If tokens that were evicted explain less than half of the fall,
-       memory sufficed and prompts went past their cache (**placement**); live engines do not report evicted tokens, so there one LRU
+       memory sufficed and prompts went past their cache (**placement**; **queueing** where they queue for batch slots, which sends them
+       elsewhere); live engines do not report evicted tokens, so there one LRU
        cache as large as the fleet's KV memory must have lost less than half as much. Else the live sessions' prompts no longer fit
        (**eviction**).
     2. One request in a hundred, or more, is preempted, at least twice as often as before (**preemption**).
@@ -74,6 +75,9 @@ def _hits(before: Point, after: Point) -> Cause | None:
         return Cause("sharing", f"{fell}, and so did the bound of an infinite cache ({bound_was:.2f} -> {bound_now:.2f})")
     kept = _memory_kept(before, after, was - now)
     if kept is not None:
+        queue = _queueing(before, after)
+        if queue is not None and _slots_full(after):  # who finds no slot at home goes elsewhere: an effect, not the cause
+            return Cause(queue.kind, f"{queue.text}; {fell} as sessions went elsewhere")
         return Cause("placement", f"{fell} though {kept}: prompts were sent past their cache")
     also = _preemption(before, after)
     return Cause("eviction", f"{fell} (KV working set exceeds capacity)" + (f"; {also.text}" if also else ""))
@@ -130,15 +134,22 @@ def _queueing_unmeasured(before: Point, after: Point) -> Cause | None:
 
 
 def _what_is_full(point: Point) -> str:
-    batch, use, busy = point.value("batch"), point.value("kv_use"), point.value("busy")
-    slots = next((v for axis, v in point.arm.items() if axis.rpartition(".")[2] == "max_num_seqs" and is_number(v)), None)
-    if batch is not None and slots is not None and batch >= _FULL * float(slots):
-        return f"batch slots full: {number(batch)} of {slots}"
+    use, busy = point.value("kv_use"), point.value("busy")
+    if (full := _slots_full(point)) is not None:
+        return full
     if use is not None and use >= _HELD:
         return f"KV blocks full: {use:.0%} held by running requests"
     if busy is not None and busy >= _BUSY:
         return f"engines busy {busy:.0%} of the time"
     return "requests arrive in bursts or behind long prefills" if busy is not None else "what is full was not measured"
+
+
+def _slots_full(point: Point) -> str | None:
+    batch = point.value("batch")
+    slots = next((v for axis, v in point.arm.items() if axis.rpartition(".")[2] == "max_num_seqs" and is_number(v)), None)
+    if batch is not None and slots is not None and batch >= _FULL * float(slots):
+        return f"batch slots full: {number(batch)} of {slots}"
+    return None
 
 
 def _imbalance(before: Point, after: Point) -> Cause | None:

@@ -112,6 +112,13 @@ WARM = {"hit_rate": 0.96, **LIVE}
     [
         ({"hit_rate": 0.96}, {**SLOW, "hit_rate": 0.7, "evicted_tokens": 240_000}, "eviction", "0.96 -> 0.70"),
         ({"hit_rate": 0.96}, {**SLOW, "hit_rate": 0.7, "evicted_tokens": 20_000}, "placement", "lost to eviction only went 0.00 -> 0.02"),
+        # a full batch at home sends sessions past their cache: the slots are the cause
+        (
+            {"hit_rate": 0.94, "queue_p90_s": 0.1},
+            {**SLOW, "hit_rate": 0.9, "queue_p90_s": 8.0, "batch": 31.0, "evicted_tokens": 1_000},
+            "queueing",
+            "hit rate fell 0.94 -> 0.90 as sessions went elsewhere",
+        ),
         (WARM, {**SLOW, **LIVE, "hit_rate": 0.7}, "eviction", "0.96 -> 0.70"),
         (
             {"hit_rate": 0.96},
