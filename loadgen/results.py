@@ -15,6 +15,8 @@ import orjson
 
 Scalar = str | int | float | bool | None
 
+_BEGINNING = b'{"id":"'  # of a line
+
 
 class ResultsError(ValueError):
     """A results file cannot be read; the message names the file and the line."""
@@ -141,9 +143,37 @@ def run_id(arm: dict[str, Scalar], seed: int, trace: str = "", source: str = "si
 
 
 def append_run(file: Path, run: Run) -> None:
-    """Add a run to a results file, as one write of one line."""
-    with file.open("ab") as out:
-        out.write(orjson.dumps(run.to_json()) + b"\n")
+    """Add a run to a results file, as one write of one line. Raises ResultsError."""
+    _append(file, orjson.dumps(run.to_json()) + b"\n")
+
+
+def mend(file: Path) -> None:
+    """Make a results file ready to be appended to: it is made where there is none, and a last run that was cut off is taken out.
+
+    Raises ResultsError for a file that cannot be written, or ends in something else than a run.
+    """
+    _append(file, b"")
+    with file.open("r+b") as opened:
+        data = opened.read()
+        last = data.rfind(b"\n") + 1
+        if last == len(data):
+            return
+        try:
+            orjson.loads(data[last:])
+        except ValueError:
+            if not _BEGINNING.startswith(data[last : last + len(_BEGINNING)]):
+                raise ResultsError(f"{file}: ends in something that is no run; write to another file") from None
+            opened.truncate(last)
+        else:
+            opened.write(b"\n")
+
+
+def _append(file: Path, data: bytes) -> None:
+    try:
+        with file.open("ab") as out:
+            out.write(data)
+    except OSError as error:
+        raise ResultsError(f"{file}: cannot be written: {error}") from None
 
 
 def read_runs(file: Path) -> list[Run]:

@@ -96,7 +96,16 @@ def gather(runs: Iterable[Run], trace: str | None = None) -> Points:
     Points are comparable on one trace only: with several, `trace` says which. Live and simulated runs of one arm are two points, told
     apart by an axis `source`. Raises FrontierError.
     """
-    unique = list({run.id: run for run in runs}.values())
+    by_id: dict[str, Run] = {}
+    for run in runs:
+        if (other := by_id.get(run.id)) is not None and other.setup != run.setup:
+            arm = ", ".join(f"{axis}={value}" for axis, value in run.arm.items())
+            raise FrontierError(
+                f"two sweeps have the run {arm}, seed {run.seed}, but differ in the base, the load or the trace: they do not compare; "
+                "sweep what differs as an axis"
+            )
+        by_id[run.id] = run
+    unique = list(by_id.values())
     if not unique:
         raise FrontierError("the results hold no run")
     traces = sorted({run.trace for run in unique})

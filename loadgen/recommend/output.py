@@ -35,7 +35,7 @@ def write(made: Recommendation, directory: Path, port: int = 8000, first_worker_
     assert made.plan is not None and made.fleet is not None
     directory.mkdir(parents=True, exist_ok=True)
     (directory / GATEWAY).write_text(gateway_yaml(made, made.plan, port, first_worker_port), "utf-8")
-    head = f"# {load_words(made.load, made.request)}: loadgen simulate {made.request.traffic.trace.name} --fleet {FLEET}\n"
+    head = f"# {load_words(made.load, made.request)}; what was expected of it:\n# {simulate_command(made)}\n"
     (directory / FLEET).write_text(head + fleet_yaml(made.fleet), "utf-8")
     if len(made.plan.pools) > 1:  # a simulation of one tier's sessions finds workers in its pool alone
         for pool, spec in zip(made.plan.pools, made.fleet.pools, strict=True):
@@ -43,6 +43,22 @@ def write(made: Recommendation, directory: Path, port: int = 8000, first_worker_
             (directory / f"fleet-{pool_name(pool)}.yaml").write_text(fleet_yaml(alone), "utf-8")
     (directory / EXPECTED).write_bytes(orjson.dumps(expected(made, made.plan), option=orjson.OPT_INDENT_2) + b"\n")
     return list(_write_engines(made.request, made.plan, directory / "engines"))
+
+
+def simulate_command(made: Recommendation) -> str:
+    """The command that simulates the fleet at the load it was sized for."""
+    load = made.load
+    pace = f"--sessions {load.live_sessions} --ramp {load.ramp_s:g} --advance {load.advance:g}" if load.mode == "closed" else ""
+    options = [
+        pace or f"--mode open --rate {load.rate:g}",
+        f"--duration {load.duration_s:g}" if load.duration_s is not None else "",
+        f"--requests {load.requests}" if load.requests is not None else "",
+        f"--warmup-time {load.warmup_s:g}" if load.warmup_s else "",
+        f"--warmup {load.warmup}" if load.warmup else "",
+        f"--time-scale {load.time_scale:g}" if load.time_scale != 1.0 else "",
+        "--shuffle" if load.shuffle else "",
+    ]
+    return " ".join(["loadgen simulate", str(made.request.traffic.trace), "--fleet", FLEET, *filter(None, options)])
 
 
 def served_name(request: Request, plan: Plan, tier: TierName) -> str:

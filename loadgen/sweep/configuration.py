@@ -155,7 +155,8 @@ def configuration(sweep: Sweep, settings: Mapping[str, Any]) -> Configuration:
     try:
         return Configuration(fleet, _LOAD.validate_python(made.load))
     except ValidationError as error:
-        raise SweepError("; ".join(f"load.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())) from None
+        faults = [(".".join(map(str, ("load", *fault["loc"]))), fault["msg"].removeprefix("Value error, ")) for fault in error.errors()]
+        raise SweepError("; ".join(f"{place}: {why}" for place, why in faults)) from None
 
 
 def _fleet(data: dict[str, Any]) -> FleetSpec:
@@ -201,7 +202,9 @@ def _split(ratio: str, pools: list[dict[str, Any]], fleet: FleetSpec) -> list[di
     """One pool's workers as prefill and decode workers."""
     match = _RATIO.fullmatch(ratio)
     if match is None or int(match[2]) == 0:
-        raise SweepError(f"pd: {ratio!r} is no ratio of prefill to decode workers; write '1:3', or '0:1' for workers that do both")
+        raise SweepError(
+            f"pd: {ratio!r} is no ratio of prefill to decode workers; write '1:3' in quotes, or '0:1' for workers that do both"
+        )
     if len(fleet.pools) > 1:
         raise SweepError("pd: splits one pool, and the fleet has several")
     prefill, decode = int(match[1]), int(match[2])

@@ -8,9 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Protocol
 
-import orjson
-
-from loadgen.results import Run, append_run, read_runs
+from loadgen.results import Run, append_run, mend, read_runs
 from loadgen.sweep.adaptive import AdaptiveSearch
 from loadgen.sweep.config import Sweep, SweepError
 from loadgen.sweep.evaluate import Task, tasks_of
@@ -177,25 +175,10 @@ class _Runner:
 
 
 def known_runs(file: Path) -> dict[str, Run]:
-    """The runs that a results file has, by id. A last line that was cut off is taken out, so that appending is safe."""
-    if not file.exists():
-        return {}
-    _mend(file)
-    return {run.id: run for run in read_runs(file)}
-
-
-def _mend(file: Path) -> None:
-    with file.open("r+b") as opened:
-        data = opened.read()
-        if not data or data.endswith(b"\n"):
-            return
-        last = data.rfind(b"\n") + 1
-        try:
-            orjson.loads(data[last:])
-        except ValueError:
-            opened.truncate(last)
-        else:
-            opened.write(b"\n")
+    """The runs that a results file has, by id; afterwards appending to it is safe. Raises ResultsError."""
+    runs = {run.id: run for run in read_runs(file)} if file.exists() else {}
+    mend(file)
+    return runs
 
 
 def _text(task: Task) -> str:

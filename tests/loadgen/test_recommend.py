@@ -23,6 +23,7 @@ from loadgen.recommend.verdict import judge
 from loadgen.recommendcli import recommend_command
 from loadgen.simulate.fleet import load_fleet
 from loadgen.simulate.load import Load
+from loadgen.simulatecli import simulate_command
 from loadgen.trace import write_trace
 from workers.engines import engine_command
 from workers.hardware.preset import preset
@@ -160,6 +161,8 @@ def test_files_of_pools_of_their_own(tiers: Recommendation, tmp_path: Path) -> N
     assert [each.port for each in described] == list(range(9500, 9500 + len(described)))
     assert [each.profile.kv_capacity_tokens for each in described] == [200_000] * len(described)
     assert load_fleet(tmp_path / "fleet.yaml") == tiers.fleet
+    told = (tmp_path / "fleet.yaml").read_text().splitlines()[1].removeprefix("# loadgen ").split()
+    assert simulate_command.make_context("simulate", told[1:]).params["live_sessions"] == tiers.load.live_sessions
     assert load_fleet(tmp_path / "fleet-latency.yaml").pools[0].tiers == []
     expected = orjson.loads((tmp_path / "expected.json").read_bytes())
     median, low, high = expected["tiers"]["latency"]["user_tokens_per_s"]

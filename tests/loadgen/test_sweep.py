@@ -182,7 +182,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(make: Callable[..., Sweep], tmp_pa
     summary = run_sweep(sweep, file, stopped)
     assert summary.interrupted and stopped.closed and len(read_runs(file)) == 5
     with file.open("ab") as out:
-        out.write(b'{"id": "cut o')  # as a kill in the middle of a write leaves it
+        out.write(b'{"id":"cut o')  # as a kill in the middle of a write leaves it
     seen: list[tuple[int, int]] = []
     rest = Inline()
     summary = run_sweep(sweep, file, rest, lambda progress: seen.append((progress.done, progress.total)))
@@ -332,6 +332,19 @@ def test_a_foreign_results_file_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"not": "a run"}\n')
     result = invoke(file, "-o", tmp_path / "r.jsonl")
     assert result.exit_code == 1 and "r.jsonl:1: not a run" in result.output
+
+
+@pytest.mark.parametrize("text", ["dear diary", '{"id":"0"}\nnotes'])
+def test_what_is_no_results_file_is_left_as_it_is(file: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "notes").write_text(text)
+    result = invoke(file, "-o", tmp_path / "notes")
+    assert result.exit_code == 1 and "notes" in result.output
+    assert (tmp_path / "notes").read_text() == text
+
+
+def test_results_that_cannot_be_written_are_told_before_the_first_run(file: Path, tmp_path: Path) -> None:
+    result = invoke(file, "-o", tmp_path / "nowhere" / "r.jsonl")
+    assert result.exit_code == 1 and "cannot be written" in result.output and "Traceback" not in result.output
 
 
 def test_a_last_line_without_its_break_is_kept(make: Callable[..., Sweep], tmp_path: Path) -> None:
