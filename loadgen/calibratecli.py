@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import click
 import httpx
-import orjson
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,7 +22,7 @@ from loadgen.calibrate.oracle import fit_oracle
 from loadgen.calibrate.probe import CalibrationError, Measured, ProbeOptions, measure
 from loadgen.client import StreamClient
 from loadgen.conversation import Dialect
-from loadgen.options import TOKENS
+from loadgen.options import TOKENS, write_json
 
 
 @click.command("calibrate", context_settings={"show_default": True})
@@ -101,10 +100,12 @@ def calibrate_command(
     text = as_yaml(calibration)
     click.echo(text, nl=False)
     if output is not None:
-        output.write_text(text)
-    if json_file is not None:
-        data = asdict(calibration) | {"latency": calibration.latency.model_dump(), "measured": [asdict(each) for each in measured]}
-        json_file.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise click.ClickException(f"{output}: cannot be written: {error}") from None
+    data = asdict(calibration) | {"latency": calibration.latency.model_dump(), "measured": [asdict(each) for each in measured]}
+    write_json(json_file, data)
 
 
 def as_yaml(calibration: Calibration) -> str:
@@ -136,6 +137,8 @@ def _served(url: str, model: str | None, key: str | None) -> tuple[str, int | No
         found = next((entry for entry in served if model in (None, entry["id"])), {"id": model})
         longest = found.get("max_model_len")
         return str(found["id"]), longest if isinstance(longest, int) else None
+    except httpx.InvalidURL as error:
+        raise CalibrationError(f"{url!r} is not a URL: {error}") from None
     except httpx.HTTPError as error:
         raise CalibrationError(f"nothing answers at {url} ({error or type(error).__name__})") from None
     except (ValueError, KeyError, TypeError, AttributeError):

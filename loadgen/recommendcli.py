@@ -88,6 +88,8 @@ def recommend_command(
         request = _request(source, options)
         if seeds is not None:
             request = request.model_copy(update={"seeds": seeds})
+        if output is not None:
+            _make(output)  # now, not after the search
         with _ProgressView(Console(stderr=True)) as view:
             made = recommend(request, jobs or os.cpu_count() or 1, view)
     except (RequestError, TraceError, FleetError) as error:
@@ -99,6 +101,13 @@ def recommend_command(
         _write(console, made, output, port, worker_port)
         if try_requests is not None:
             _try(console, made, output, try_requests)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{directory}: cannot be made: {error}") from None
 
 
 def _request(source: Path, options: dict[str, Any]) -> Request:

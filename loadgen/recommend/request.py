@@ -34,7 +34,7 @@ class RequestError(ValueError):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Traffic(_Part):

@@ -52,7 +52,7 @@ class Measure:
         if record.measured:
             self.errors.append(why)
 
-    def ended(self, record: TurnRecord, now: float) -> None:
+    def ended(self, record: TurnRecord) -> None:
         if record.ended_at is not None:
             self._ended.append(record)
 

@@ -491,7 +491,8 @@ class _Simulator:
     def _ended(self, turn: _Turn) -> None:
         """The turn is over: what its session does next."""
         now, play, load = self.now, turn.play, self.load
-        self._measure.ended(turn.record, now)
+        if self._measuring_from is not None:
+            self._measure.ended(turn.record)
         if turn.record.measured:
             self._open -= 1
         requests = play.session.requests

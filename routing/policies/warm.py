@@ -64,7 +64,7 @@ class Warm:
             if first:
                 repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session))
             # expected waits per pair of sessions at home together: turns to come x length of what is met x chance to meet
-            usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count
+            usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count or 1e-12
             later = congestion.later_work_per_s
             met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
             crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (sessions.live * usual_token_s)

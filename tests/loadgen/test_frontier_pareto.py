@@ -138,3 +138,10 @@ def test_series_and_lines_are_chosen_from_the_axes() -> None:
     assert {len(line) for line in found.lines()} == {8}
     for metric in charted(points):
         assert coordinates(points.points[0], metric, metric) is not None
+
+
+def test_runs_of_one_arm_under_two_loads_are_not_taken_for_one() -> None:
+    one, other = run({"policy": "warm"}, 50, 10), run({"policy": "warm"}, 60, 12)
+    one.setup, other.setup = "a", "b"
+    with pytest.raises(FrontierError, match="policy=warm, seed 0, but differ"):
+        gather([one, other])

@@ -276,6 +276,8 @@ def test_a_figure_that_was_not_measured_keeps_nothing(trace: Path) -> None:
         ({"workers": {"a": worker(1), "b": worker(0)}}, "workers.b: needs a price_per_hour"),
         ({"search": {"disaggregated": ["1-3"]}}, "write '1:3'"),
         ({"sedes": 2}, "sedes: unknown field"),
+        ({"tiers": {"standard": {"slo": {"ttft_p90_s": float("nan")}}}}, "finite number"),
+        ({"traffic": {"trace": "t", "sessions": 1, "growth": float("inf")}}, "growth: Input should be a finite number"),
     ],
 )
 def test_faults_name_their_place(trace: Path, change: dict[str, Any], message: str) -> None:
@@ -293,6 +295,10 @@ def test_faults_name_their_place(trace: Path, change: dict[str, Any], message: s
         (["t.jsonl", "--model", "qwen3-32b", "--accelerator", "h100", "--slo", "ttft_p90_s>=2"], "of ttft_p90_s, less is better"),
         (["r.yaml", "--try", "10"], "--try starts what -o writes"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (
+            ["t.jsonl", "--model", "qwen3-32b", "--accelerator", "h100", "--sessions", "4", "-o", "/dev/null/x"],
+            "/dev/null/x: cannot be made",
+        ),
     ],
 )
 def test_faults_on_the_command_line(arguments: list[str], message: str) -> None:

@@ -12,7 +12,7 @@ from routing.router import Decision, NoWorker, Router, RouteRequest
 from routing.sessions import SessionRecord
 from routing.trust import WINDOW
 from tests.routing.virtual import MODEL, VirtualFleet, agents, blocks, new_router, request
-from workers.latency import QWEN3_32B_H100_TP2
+from workers.latency import QWEN3_32B_H100_TP2, LatencyModel
 from workers.profile import WorkerProfile
 
 
@@ -327,3 +327,10 @@ def test_session_affinity_holds_and_moves_only_the_sessions_of_a_worker_that_lea
     router.set_up(router.workers["w2"], False)
     after = {name: ask(router, prompt + blocks(2), name, 2.0) for name, prompt in prompts.items()}
     assert all(after[name] == homes[name] for name in homes if homes[name] != "w2")
+
+
+def test_a_worker_that_takes_no_time_is_no_fault() -> None:
+    nothing = dict.fromkeys(("prefill_base", "prefill_token", "prefill_attention", "decode_base", "decode_seq", "decode_kv"), 0.0)
+    router = new_router([WorkerProfile(latency=LatencyModel(**nothing))] * 2)
+    for number in range(3):
+        assert router.decide(request(blocks(20), f"s{number}"), float(number)).worker.id in router.workers
