@@ -37,7 +37,8 @@ test: setup
 	$(BIN)/python -m pytest -n auto -m "not e2e and not slow and not engine" $(ARGS)
 
 test-e2e: setup
-	$(BIN)/python -m pytest -m "e2e or slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "slow and not e2e" $(ARGS)
+	$(BIN)/python -m pytest -m e2e $(ARGS)
 
 test-engine: setup
 	settings=$$($(BIN)/python -m tests.engine.prepare) && env $$settings $(BIN)/python -m pytest -m engine -s $(ARGS)

@@ -1,4 +1,4 @@
-"""A live sweep on real vLLM engines: launched, measured and stopped for each configuration."""
+"""A live sweep on real vLLM engines: launched, measured and stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.engines import DTYPE, PROFILE
 pytestmark = pytest.mark.engine
 
 
-def test_batch_limits_are_swept_on_a_launched_engine(tmp_path: Path, vllm_python: Path, tiny_model: Path) -> None:
+def test_a_configuration_is_measured_on_a_launched_engine(tmp_path: Path, vllm_python: Path, tiny_model: Path) -> None:
     write_trace(tmp_path / "t.jsonl", generate(4, 1, 6_000))
     data = {
         "trace": "t.jsonl",
@@ -26,14 +26,14 @@ def test_batch_limits_are_swept_on_a_launched_engine(tmp_path: Path, vllm_python
         "engines": {"launch": str(PROFILE), "python": str(vllm_python), "startup_timeout_s": 240},
         "base": {"pools": [{"profile": {"model": str(tiny_model), "dtype": DTYPE, "env": {"VLLM_LOGGING_LEVEL": "WARNING"}}}]},
         "load": {"requests": 6, "warmup": 2, "ramp_s": 0, "time_scale": 0, "live_sessions": 2},
-        "axes": {"profile.max_num_seqs": [1, 8]},
+        "axes": {"profile.max_num_seqs": [8]},
     }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(data))
     sweep = load_sweep(tmp_path / "sweep.yaml")
     summary = run_sweep(sweep, tmp_path / "r.jsonl", LiveRuns(sweep, print))
     assert summary.failures == []
     runs = read_runs(tmp_path / "r.jsonl")
-    assert [(run.arm["profile.max_num_seqs"], run.error) for run in runs] == [(1, None), (8, None)]
+    assert [(run.arm["profile.max_num_seqs"], run.error) for run in runs] == [(8, None)]
     for run in runs:
         assert run.figures.requests == 6 and run.figures.errors == 0
         assert run.figures.hit_rate is not None and run.figures.hit_rate > 0.3
