@@ -7,7 +7,6 @@ import difflib
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from loadgen.frontier.metrics import METRICS
@@ -15,6 +14,7 @@ from loadgen.frontier.objectives import Objective
 from loadgen.readers import Gaps, TraceFormat, read_trace
 from loadgen.simulate.load import Load
 from loadgen.trace import Session, limit_context
+from loadgen.yamlfile import read_fields
 from routing.policies import POLICIES
 from workers.hardware.accelerators import accelerator_named
 from workers.hardware.models import model_named
@@ -231,14 +231,7 @@ class Request(_Part):
 
 def load_request(file: Path) -> Request:
     """A request from a YAML file. Raises RequestError."""
-    try:
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{file}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise RequestError(f"{file}: not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise RequestError(f"{file}: expected fields such as 'traffic:', 'model:' and 'accelerators:'")
+    data = read_fields(file, RequestError, "'traffic:', 'model:' and 'accelerators:'")
     traffic = data.get("traffic")
     if isinstance(traffic, dict) and isinstance(traffic.get("trace"), str):
         traffic["trace"] = str(file.parent / Path(traffic["trace"]).expanduser())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from loadgen.yamlfile import read_fields
 from routing.policies import POLICIES
 from routing.router import DECODE_WEIGHT
 from workers.profile import WorkerProfile
@@ -91,15 +91,7 @@ class FleetSpec(BaseModel):
 
 def load_fleet(file: Path) -> FleetSpec:
     """A fleet from a YAML file. Raises FleetError."""
-    try:
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FleetError(f"{file}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise FleetError(f"{file}: not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise FleetError(f"{file}: expected fields such as 'pools:' and 'policy:'")
-    return parse_fleet(data, str(file))
+    return parse_fleet(read_fields(file, FleetError, "'pools:' and 'policy:'"), str(file))
 
 
 def parse_fleet(data: object, where: str) -> FleetSpec:

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from loadgen.frontier.metrics import METRICS, FrontierError
@@ -16,6 +15,7 @@ from loadgen.readers import Gaps, TraceFormat
 from loadgen.results import Scalar
 from loadgen.sweep.grid import Axis, Grid
 from loadgen.sweep.objective import Goal
+from loadgen.yamlfile import read_fields
 
 Kind = Literal["grid", "random", "adaptive"]
 
@@ -206,10 +206,10 @@ class Sweep(_Part):
 
 def load_sweep(file: Path) -> Sweep:
     """Read a sweep; its paths become absolute. Raises SweepError."""
-    data = _read_yaml(file)
+    data = read_fields(file, SweepError, "'trace:', 'base:' and 'axes:'")
     base = data.get("base")
     if isinstance(base, str):
-        data["base"] = _read_yaml(_beside(file, base))
+        data["base"] = read_fields(_beside(file, base), SweepError, "'pools:' and 'policy:'")
     for place, name in ((data, "trace"), (data.get("engines"), "launch"), (data.get("engines"), "python")):
         if isinstance(place, dict) and isinstance(place.get(name), str):
             place[name] = _beside(file, place[name])
@@ -222,18 +222,6 @@ def load_sweep(file: Path) -> Sweep:
 def _beside(file: Path, name: str) -> Path:
     """A path as the file means it. It is not resolved: the interpreter of a virtual environment is a link that must stay one."""
     return Path(os.path.normpath(file.absolute().parent / Path(name).expanduser()))
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepError(f"{file}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SweepError(f"{file}: not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise SweepError(f"{file}: must be a mapping of fields")
-    return data
 
 
 def _describe(fault: Any) -> str:

@@ -320,7 +320,7 @@ def test_ctrl_c_keeps_what_has_ended(file: Path, tmp_path: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     while process.poll() is None and (not output.exists() or output.stat().st_size == 0):
-        time.sleep(0.05)
+        time.sleep(0.05)  # another program's file: there is no event for its first line
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate()
     assert process.returncode == 130, said

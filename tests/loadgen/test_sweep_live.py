@@ -89,7 +89,6 @@ def test_without_a_cluster_ray_is_refused_with_what_to_do(tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_runs_spread_over_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
     ray = str(Path(sys.executable).with_name("ray"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
