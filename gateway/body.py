@@ -11,6 +11,7 @@ split stood directly in the top-level array (anything deeper leaves brackets unb
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import takewhile
@@ -65,12 +66,19 @@ def loads(body: bytes) -> dict[str, Any]:
         if b"\\ud" not in body and b"\\uD" not in body:
             raise BadRequest(f"the body is not valid JSON: {error}") from None
         try:
-            fields = json.loads(body, parse_constant=_no_constants)
+            fields = json.loads(body, parse_constant=_no_constants, parse_float=_finite)
         except (ValueError, RecursionError) as again:
             raise BadRequest(f"the body is not valid JSON: {again}") from None
     if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object")
     return fields
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is out of range")
+    return value
 
 
 def _no_constants(name: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections import OrderedDict
+import secrets
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import orjson
+from xxhash import xxh3_128_intdigest
+
+from gateway.rendering.memory import RecentlyUsed
 
 ContentFormat = Literal["string", "openai"]
 
@@ -27,66 +29,68 @@ class NotReproducible(Exception):
 class JsonObject(dict[str, Any]):
     """An object that templates print as JSON, turn after turn: it remembers its text."""
 
-    __slots__ = ("text",)
+    __slots__ = ("printed",)
 
-    text: str
+    printed: tuple[Any, str]
 
-    def dump(self) -> str:
-        """As the template filter `tojson` prints it without options."""
+    def dump(self, **options: Any) -> str:
+        """The text, with these options of `json.dumps`."""
         try:
-            return self.text
+            known, text = self.printed
+            if known == options:
+                return text
         except AttributeError:
-            self.text = json.dumps(self, ensure_ascii=False)
-            return self.text
+            pass
+        text = json.dumps(self, **options)
+        self.printed = options, text
+        return text
 
 
-class JsonCache:
-    """Tool calls' arguments and tools of earlier turns, parsed once; least recently used out first, within `max_bytes`."""
+class Message(dict[str, Any]):
+    """A message as the template gets it. `key` stands for what it was made of; None where that cannot be told."""
 
-    def __init__(self, max_bytes: int = 16 * 1024 * 1024):
-        self.max_bytes = max_bytes
-        self.kept_bytes = 0
-        self._kept: OrderedDict[str | bytes, Any] = OrderedDict()
+    __slots__ = ("key",)
 
-    def arguments(self, value: Any) -> JsonObject:
-        """The arguments of a tool call, sent as a JSON text or as an object; {} for what is no object, as engines have it."""
-        if not value:
-            return JsonObject()
-        if isinstance(value, str):
-            known = self._get(value)
-            return known if known is not None else self._put(value, JsonObject(_object(value)))
-        if isinstance(value, dict):
-            return self._of(value, JsonObject)
-        return JsonObject()
-
-    def tools(self, tools: list[Any]) -> list[JsonObject]:
-        """Chat tools as the template gets them."""
-        return self._of(tools, lambda sent: [_tool(tool) for tool in sent])
-
-    def _of(self, value: Any, make: Any) -> Any:
-        try:
-            key = orjson.dumps(value)
-        except (orjson.JSONEncodeError, RecursionError):  # lone surrogates, integers beyond 64 bits
-            return make(value)
-        known = self._get(key)
-        return known if known is not None else self._put(key, make(value))
-
-    def _get(self, key: str | bytes) -> Any:
-        known = self._kept.get(key)
-        if known is not None:
-            self._kept.move_to_end(key)
-        return known
-
-    def _put(self, key: str | bytes, value: Any) -> Any:
-        self._kept[key] = value
-        self.kept_bytes += _cost(key)
-        while self.kept_bytes > self.max_bytes:
-            self.kept_bytes -= _cost(self._kept.popitem(last=False)[0])
-        return value
+    key: int | None
 
 
-def _cost(key: str | bytes) -> int:
-    return 6 * sys.getsizeof(key) + 500  # the text, the objects parsed from it and their text again
+class Tools(list[JsonObject]):
+    """Tools as the template gets them, with a key like a message's."""
+
+    __slots__ = ("key",)
+
+    key: int | None
+
+
+def template_tools(tools: list[Any], memory: RecentlyUsed) -> Tools:
+    """Chat tools as the template gets them. Raises NotReproducible."""
+    key, size = _key(tools, _SEED - 1)
+    known: Tools | None = memory.get(key)
+    if known is None:
+        known = Tools(map(_tool, tools))
+        known.key = key
+        if key is not None:
+            memory.put(key, known, 6 * size + 1000)  # the objects and their text
+    return known
+
+
+_SEED = 4 + secrets.randbits(62)  # nobody can choose messages whose keys are equal
+
+
+def _key(value: Any, seed: int) -> tuple[int | None, int]:
+    """A digest of a JSON value, the order of its keys included, and its length in bytes."""
+    try:
+        data = orjson.dumps(value)
+    except (orjson.JSONEncodeError, RecursionError):  # lone surrogates, integers beyond 64 bits
+        return None, 0
+    return xxh3_128_intdigest(data, seed), len(data)
+
+
+def _arguments(value: Any) -> JsonObject:
+    """The arguments of a tool call, sent as a JSON text or as an object; {} for what is no object, as engines have it."""
+    if isinstance(value, str):
+        return JsonObject(_object(value)) if value else JsonObject()
+    return JsonObject(value) if isinstance(value, dict) else JsonObject()
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -135,42 +139,51 @@ _PART_KEYS = frozenset((
 ))  # fmt: skip
 
 
-def conversation(messages: Iterable[Any], content_format: ContentFormat, cache: JsonCache, *, as_sent: bool = True) -> list[dict[str, Any]]:
-    """Messages as the template gets them. Raises NotReproducible.
+def conversation(
+    messages: Iterable[Any], content_format: ContentFormat, memory: RecentlyUsed, *, as_sent: bool = True
+) -> list[dict[str, Any]]:
+    """Messages as the template gets them, those of earlier turns from `memory`; not to be changed. Raises NotReproducible.
 
     `as_sent` is false for messages that were made from another dialect's items, whose tool calls keep the order they have.
     """
     wrap = content_format == "openai"
+    seed = _SEED + 2 * wrap + as_sent
     normalised: list[dict[str, Any]] = []
     for message in messages:
-        if not isinstance(message, dict):
-            raise NotReproducible("a message is not an object")
-        role = message.get("role")
-        if not isinstance(role, str):
-            raise NotReproducible("a message has no role")
-        content = message.get("content")
-        if type(content) is str and not (role == "system" and content.startswith(BILLING_HEADER)):
-            made: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": content}] if wrap and role != "tool" else content}
-        else:
-            made = {"role": role, "content": _content(role, content, wrap)}
-        if role == "assistant":
-            if calls := message.get("tool_calls"):
-                made["tool_calls"] = _tool_calls(calls, cache, as_sent)
-            reasoning = message.get("reasoning")
-            if reasoning is None:
-                reasoning = message.get("reasoning_content")
-            if reasoning is not None:
-                made["reasoning"] = made["reasoning_content"] = reasoning
-        elif role == "tool" and "tool_call_id" in message:
-            made["tool_call_id"] = message["tool_call_id"]
-        elif role == "developer":
-            made["tools"] = message.get("tools")
-        if "name" in message and isinstance(message["name"], str):
-            made["name"] = message["name"]
-        if "task" in message and isinstance(message["task"], str):
-            made["task"] = message["task"]
+        key, size = _key(message, seed)
+        made = memory.get(key)
+        if made is None:
+            made = _message(message, wrap, as_sent)
+            made.key = key
+            if key is not None:
+                memory.put(key, made, (2 if type(message.get("content")) is str else 6) * size + 1000)
         normalised.append(made)
     return normalised
+
+
+def _message(message: Any, wrap: bool, as_sent: bool) -> Message:
+    if not isinstance(message, dict):
+        raise NotReproducible("a message is not an object")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise NotReproducible("a message has no role")
+    made = Message(role=role, content=_content(role, message.get("content"), wrap))
+    if role == "assistant":
+        if calls := message.get("tool_calls"):
+            made["tool_calls"] = _tool_calls(calls, as_sent)
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            made["reasoning"] = made["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        made["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        made["tools"] = message.get("tools")
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            made[name] = message[name]
+    return made
 
 
 def _content(role: str, content: Any, wrap: bool) -> str | list[dict[str, Any]]:
@@ -211,7 +224,7 @@ def _part(role: str, part: Any) -> dict[str, Any] | None:
     return {"type": "text", "text": text} | {name: value for name, value in part.items() if name not in _PART_KEYS}
 
 
-def _tool_calls(calls: Any, cache: JsonCache, as_sent: bool) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, as_sent: bool) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise NotReproducible("tool_calls is not a list")
     made = []
@@ -219,7 +232,7 @@ def _tool_calls(calls: Any, cache: JsonCache, as_sent: bool) -> list[dict[str, A
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise NotReproducible("a tool call is not a function call")
-        arguments = cache.arguments(function.get("arguments"))
+        arguments = _arguments(function.get("arguments"))
         if as_sent:  # the engine's schema puts its own keys first
             ordered = {"arguments": arguments, "name": function.get("name")}
             if len(function) > 2:

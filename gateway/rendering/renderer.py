@@ -8,7 +8,8 @@ from typing import Any
 
 from gateway.dialects import Dialect
 from gateway.rendering.anthropic import anthropic_messages, anthropic_tools, reasoning_effort
-from gateway.rendering.conversation import ContentFormat, JsonCache, NotReproducible, conversation, without_developer
+from gateway.rendering.conversation import ContentFormat, NotReproducible, conversation, template_tools, without_developer
+from gateway.rendering.memory import RecentlyUsed
 from gateway.rendering.responses import continues_final_message, responses_messages, responses_tools
 from gateway.rendering.template import ChatTemplate
 from kvindex.tokenizer import NAMED_TOKENS, TokenizerError, named_tokens, read_json
@@ -50,7 +51,7 @@ class Renderer:
     def __init__(self, directory: str | Path, options: RenderOptions | None = None):
         self.directory = Path(directory)
         self.options = options or RenderOptions()
-        self._cache = JsonCache()
+        self._memory = RecentlyUsed()
         self._templates: dict[str, ChatTemplate] = {}  # by source
         config = read_json(self.directory / "tokenizer_config.json") or {}
         fallback = read_json(self.directory / "special_tokens_map.json") or {}
@@ -128,7 +129,7 @@ class Renderer:
         """The tools that reach the template."""
         if tools is None or (choice == "none" and self.options.exclude_tools_when_tool_choice_none):
             return None
-        return self._cache.tools(tools)
+        return template_tools(tools, self._memory)
 
     def _apply(
         self, fields: dict[str, Any], messages: list[Any], tools: list[Any] | None, settings: dict[str, Any], *, as_sent: bool
@@ -136,7 +137,7 @@ class Renderer:
         """Normalise messages and render them with the template for these tools."""
         template = self._template(self._source(tools))
         settings = self._merged(fields.get("chat_template_kwargs"), settings)
-        made = conversation(messages, self.options.content_format or template.content_format, self._cache, as_sent=as_sent)
+        made = conversation(messages, self.options.content_format or template.content_format, self._memory, as_sent=as_sent)
         if not made:
             raise NotReproducible("there is no message")
         if any(message["role"] == "developer" for message in made):
@@ -227,7 +228,7 @@ class Renderer:
     def _template(self, source: str) -> ChatTemplate:
         template = self._templates.get(source)
         if template is None:
-            template = self._templates[source] = ChatTemplate(source)
+            template = self._templates[source] = ChatTemplate(source, self._memory)
         return template
 
     def _own_rendering(self) -> str:

@@ -7,10 +7,12 @@ import logging
 import re
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from gateway.rendering.battery import conversations
-from gateway.rendering.conversation import JsonObject, NotReproducible
+from gateway.rendering.conversation import JsonObject, Message, NotReproducible
+from gateway.rendering.memory import RecentlyUsed
 from kvindex.tokenizer import TokenizerError
 
 try:
@@ -24,13 +26,12 @@ except ImportError as error:
     raise TokenizerError(f"token mode needs jinja2 and minijinja ({error}): pip install 'warmroute[exact]'") from None
 
 from gateway.rendering.content_format import content_format
+from gateway.rendering.loop_reads import Unclear
+from gateway.rendering.message_loop import MessageLoop, has_telltale
 
 logger = logging.getLogger("warmroute.rendering")
 
 AUDIT_EVERY = 256  # renderings; every so many are made by both and compared
-# Where one of these shows jinja2 renders: Python strips the first four as white space and Rust does not, and the last is what
-# minijinja puts for a lone surrogate, which must not pass for text.
-_TELLTALES = ("\x1c", "\x1d", "\x1e", "\x1f", "\ufffd")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -48,9 +49,8 @@ class _Generation(jinja2.ext.Extension):
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Hugging Face's `tojson`: unlike Jinja's it escapes no HTML."""
-    if type(value) is JsonObject and not (ensure_ascii or indent or separators or sort_keys):
-        return value.dump()
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    dump = value.dump if type(value) is JsonObject else partial(json.dumps, value)
+    return dump(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -58,9 +58,12 @@ def _raise_exception(message: str) -> None:
 
 
 class ChatTemplate:
-    """One chat template. Raises NotReproducible when it is no valid template, and from `render` when it refuses a conversation."""
+    """One chat template. Raises NotReproducible when it is no valid template, and from `render` when it refuses a conversation.
 
-    def __init__(self, source: str):
+    What messages are rendered as is kept in `memory`.
+    """
+
+    def __init__(self, source: str, memory: RecentlyUsed):
         self.source = source
         self.clock: Callable[[], datetime] = datetime.now
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -78,6 +81,7 @@ class ChatTemplate:
         self.content_format = content_format(tree)
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self._renderings = 0
+        self._loop = self._message_loop(tree, memory)
         self._fast = self._proved_equal()
 
     @property
@@ -87,37 +91,39 @@ class ChatTemplate:
 
     def render(self, context: dict[str, Any]) -> str:
         """The prompt text for a context that holds messages, tools, documents, add_generation_prompt and variables."""
-        if self._fast is not None:
+        if self._fast is None:
+            return self._reference(context)
+        text = self._from_memory(self._fast, context)
+        if text is None:
             try:
                 text = self._fast.render_template("chat", **context)
             except Exception:  # a refusal, or something only minijinja chokes on: jinja2 tells
                 return self._reference(context)
-            self._renderings += 1
-            if any(character in text for character in _TELLTALES):
+            if has_telltale(text):
                 return self._reference(context)
-            if self._renderings % AUDIT_EVERY == 0 and text != self._reference(context):
-                logger.warning("minijinja renders a conversation differently from jinja2, which is used from here on")
-                self._fast = None
-                return self._reference(context)
-            return text
-        return self._reference(context)
+        self._renderings += 1
+        if self._renderings % AUDIT_EVERY == 0 and text != self._reference(context):
+            logger.warning("minijinja renders a conversation differently from jinja2, which is used from here on")
+            self._fast = None
+            return self._reference(context)
+        return text
 
     def render_open_ended(self, context: dict[str, Any]) -> str:
-        """The prompt text up to the end of the last message's content, for the model to go on with. Changes the context."""
-        final = context["messages"][-1]
+        """The prompt text up to the end of the last message's content, for the model to go on with."""
+        *others, final = context["messages"]
         content = final.get("content")
         if isinstance(content, list):
-            block = next((block for block in reversed(content) if "text" in block), None)
-            if block is None:
+            at = next((at for at in reversed(range(len(content))) if "text" in content[at]), None)
+            if at is None:
                 raise NotReproducible("the final message has no text to continue")
-            text = block["text"]
-            block["text"] += _CONTINUE_TAG
+            text = content[at]["text"]
+            marked: Any = [*content[:at], {**content[at], "text": text + _CONTINUE_TAG}, *content[at + 1 :]]
         elif isinstance(content, str):
             text = content
-            final["content"] = content + _CONTINUE_TAG
+            marked = content + _CONTINUE_TAG
         else:
             raise NotReproducible("the final message has no text to continue")
-        rendered = self.render(context)
+        rendered = self.render({**context, "messages": [*others, {**final, "content": marked}]})
         if text.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
             raise NotReproducible("the chat template does not render the final message that is to be continued")
         end = rendered.rindex(_CONTINUE_TAG.strip())
@@ -147,22 +153,53 @@ class ChatTemplate:
         except Exception as error:
             raise NotReproducible("the chat template refuses the conversation") from error
 
+    def _from_memory(self, fast: minijinja.Environment, context: dict[str, Any]) -> str | None:
+        """The prompt with what is remembered of it, None where it has to be rendered whole."""
+        if self._loop is None:
+            return None
+        text = self._loop.render(fast, "loop", context)
+        if self._loop.stateful:
+            self._loop = None
+        return text
+
+    def _message_loop(self, tree: jinja2.nodes.Template, memory: RecentlyUsed) -> MessageLoop | None:
+        try:
+            return MessageLoop(_without_generation(self.source), tree, memory)
+        except Unclear:
+            return None
+
     def _proved_equal(self) -> minijinja.Environment | None:
         """A minijinja environment if it renders every conversation of the battery as jinja2 does."""
-        # minijinja knows no {% generation %}; {% if true %} trims and scopes alike
-        source = _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", self.source)
         frozen = datetime(2026, 1, 2, 3, 4, 5)
         self.clock = lambda: frozen
         try:
             fast = minijinja.Environment(
-                templates={"chat": source}, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False, pycompat=True
+                templates={"chat": _without_generation(self.source)},
+                trim_blocks=True,
+                lstrip_blocks=True,
+                keep_trailing_newline=False,
+                pycompat=True,
             )
             fast.add_filter("tojson", _to_json)
             fast.add_global("raise_exception", _raise_exception)
             fast.add_global("strftime_now", self._strftime)
+            if self._loop is not None:
+                fast.add_template("loop", self._loop.rewritten)
+                for name, function in self._loop.functions.items():
+                    fast.add_global(name, function)
+            used = False
             for context in conversations(self.content_format, self.variables):
-                if _outcome(lambda: fast.render_template("chat", **context)) != _outcome(lambda: self._template.render(**context)):  # noqa: B023
+                expected = _outcome(lambda: self._template.render(**context))  # noqa: B023
+                if expected != _outcome(lambda: fast.render_template("chat", **context)):  # noqa: B023
                     return None
+                keyed = {**context, "messages": [_keyed(message) for message in context["messages"]]}
+                for _ in range(2):  # made, then remembered
+                    text = self._from_memory(fast, keyed)
+                    used = used or text is not None
+                    if text not in (None, expected):
+                        self._loop = None
+            if not used:
+                self._loop = None
         except Exception as error:
             logger.debug("minijinja cannot compile the chat template: %s", error)
             return None
@@ -176,3 +213,14 @@ def _outcome(render: Callable[[], str]) -> str | None:
         return render()
     except Exception:
         return None
+
+
+def _without_generation(source: str) -> str:
+    """minijinja knows no {% generation %}; {% if true %} trims and scopes alike."""
+    return _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source)
+
+
+def _keyed(message: dict[str, Any]) -> Message:
+    keyed = Message(message)
+    keyed.key = hash(json.dumps(message))
+    return keyed

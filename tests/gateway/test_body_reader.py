@@ -167,7 +167,19 @@ def test_a_lone_surrogate_is_read_and_hashed_the_same_each_time() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"1", b'{"a":NaN}', b'{"a":1e999', b"[" * 100_000, b'{"a":' * 100_000, b'{"a":"\\ud83d", "b":NaN}', b"\xff\xfe{}"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'{"a":NaN}',
+        b'{"a":1e999',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a":"\\ud83d", "b":NaN}',
+        b'{"a":"\\ud83d", "b":1e999}',
+        b"\xff\xfe{}",
+    ],
 )
 def test_what_is_not_a_json_object_is_a_bad_request(body: bytes) -> None:
     with pytest.raises(BadRequest):

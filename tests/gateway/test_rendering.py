@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from gateway.dialects import CHAT, COMPLETIONS, DIALECTS, EMBEDDINGS, MESSAGES, RESPONSES, Dialect
 from gateway.rendering import NotReproducible, Renderer, RenderOptions
 from gateway.rendering import template as template_module
-from gateway.rendering.conversation import JsonCache, conversation
+from gateway.rendering.conversation import conversation
+from gateway.rendering.memory import RecentlyUsed
 from gateway.rendering.template import ChatTemplate
 from kvindex.tokenizer import TokenizerError
 from tests.tiny_tokenizer import NAMES, copy_of, model
@@ -121,7 +122,7 @@ def test_the_prompt_is_what_jinja_makes_of_the_conversation(template: str) -> No
     @given(MESSAGES_SENT, st.sampled_from((None, [TOOL])), st.sampled_from(({}, {"enable_thinking": False}, {"date_string": "today"})))
     def check(messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> None:
         fields = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
-        made = conversation(messages, compiled.content_format, JsonCache())
+        made = conversation(messages, compiled.content_format, RecentlyUsed())
         context = {**rendering._named, **variables, "messages": made, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
             expected = reference.render(**context)
@@ -140,7 +141,7 @@ def test_the_prompt_is_what_jinja_makes_of_the_conversation(template: str) -> No
     "{% for m in messages %}{{ m.content[:2] | e }}{% endfor %}{{ messages.__class__ }}",
 ])  # fmt: skip
 def test_a_template_on_which_the_engines_differ_is_left_to_jinja(source: str) -> None:
-    compiled = ChatTemplate(source)
+    compiled = ChatTemplate(source, RecentlyUsed())
     context = {"messages": [{"role": "user", "content": "ǆ <a>"}], "tools": None, "documents": None, "add_generation_prompt": True}
     reference = huggingface(source)
     try:
@@ -154,12 +155,12 @@ def test_a_template_on_which_the_engines_differ_is_left_to_jinja(source: str) ->
 
 def test_numbers_print_as_python_prints_them() -> None:
     source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.large }}{% endfor %}{% endfor %}"
-    assert not ChatTemplate(source).fast
+    assert not ChatTemplate(source, RecentlyUsed()).fast
 
 
 def test_a_difference_that_the_battery_missed_is_found_and_ends_minijinja(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "AUDIT_EVERY", 4)
-    compiled = ChatTemplate("{% for m in messages %}{% if m.content == 'never seen' %}{{ 1e20 }}{% endif %}{% endfor %}")
+    compiled = ChatTemplate("{% for m in messages %}{% if m.content == 'never seen' %}{{ 1e20 }}{% endif %}{% endfor %}", RecentlyUsed())
     assert compiled.fast
     context = {"messages": [{"role": "user", "content": "never seen"}], "tools": None, "documents": None, "add_generation_prompt": True}
     rendered = [compiled.render(context) for _ in range(6)]
@@ -169,7 +170,7 @@ def test_a_difference_that_the_battery_missed_is_found_and_ends_minijinja(monkey
 
 def test_generation_marks_and_dates_render_as_at_hugging_face() -> None:
     body = "{%- for m in messages %}\n{% generation -%}\n  {{ m.content }}\n{%- endgeneration %}\n{% endfor %}"
-    compiled = ChatTemplate(body + "{{ strftime_now('%Y') }}")
+    compiled = ChatTemplate(body + "{{ strftime_now('%Y') }}", RecentlyUsed())
     assert compiled.fast
     compiled.clock = lambda: datetime(2031, 5, 6)
     context = {"messages": [{"role": "user", "content": "a"}], "tools": None, "documents": None, "add_generation_prompt": True}
@@ -343,13 +344,3 @@ def test_completions_take_a_text_or_token_ids() -> None:
     assert render(COMPLETIONS, {"prompt": [1, 2]}).prompt == render(COMPLETIONS, {"prompt": [[1, 2]]}).prompt == [1, 2]
     assert render(RESPONSES, {"input": "x"}).add_special_tokens, "the engine's default on this route, a second BOS included"
     assert not render(CHAT, HELLO).add_special_tokens
-
-
-def test_what_templates_print_again_and_again_is_kept_within_bounds() -> None:
-    cache = JsonCache(max_bytes=20_000)
-    for number in range(200):
-        text = json.dumps({"path": f"{number}", "rest": "x" * number})
-        assert cache.arguments(text) == json.loads(text)
-        assert cache.arguments(text) is cache.arguments(text)
-        assert cache.tools([{**TOOL, "function": {"name": str(number)}}])[0]["function"]["name"] == str(number)
-        assert cache.kept_bytes <= 20_000
