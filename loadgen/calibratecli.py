@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import time_ns
 from typing import Any, get_args
@@ -33,6 +33,9 @@ from loadgen.options import TOKENS, write_json
 @click.option("--chunk", type=TOKENS, default=8192, help="The engine's token budget of a step (max_num_batched_tokens).")
 @click.option("--tokens-per-step", type=click.FloatRange(1), default=1.0, help="With speculation: output tokens a sequence gains per step.")
 @click.option("--repeat", type=click.IntRange(1), default=3, help="Measurements of each point, of which the median counts.")
+@click.option(
+    "--pause", type=click.FloatRange(0, 60), default=0.2, help="Mean seconds of rest before a prompt, as between an agent's turns."
+)
 @click.option("--dialect", type=click.Choice(get_args(Dialect)), default="completions", help="Endpoint to ask.")
 @click.option("--api-key", "api_key_variable", metavar="ENV", help="Name of the environment variable that holds the key.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds until a request has failed.")
@@ -53,6 +56,7 @@ def calibrate_command(
     chunk: int,
     tokens_per_step: float,
     repeat: int,
+    pause: float,
     dialect: Dialect,
     api_key_variable: str | None,
     timeout: float,
@@ -84,12 +88,12 @@ def calibrate_command(
         if oracle:
             calibration = fit_oracle(*oracle, tp=tp, attention_dp=attention_dp)
         else:
-            options = ProbeOptions(max_context=max_context, max_batch=max_batch, repeat=repeat, dialect=dialect)
+            options = ProbeOptions(max_context, max_batch, repeat=repeat, pause_s=pause, dialect=dialect)
             key = os.environ[api_key_variable] if api_key_variable else None
             roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
             name, longest = _served(roots[0], model, key)
             if longest is not None and max_context > longest - 2048:
-                options = ProbeOptions(max(512, longest - 2048), max_batch, repeat=repeat, dialect=dialect)
+                options = replace(options, max_context=max(512, longest - 2048))
             measured = asyncio.run(_measure(roots, name, options, key, timeout))
             points = [point for each in measured for point in each.prefills], [point for each in measured for point in each.decodes]
             calibration = fit(*points, chunk=chunk, tokens_per_step=tokens_per_step, source=f"loadgen calibrate, {name}")
@@ -159,10 +163,7 @@ async def _measure(urls: list[str], model: str, options: ProbeOptions, key: str 
                 def tell(done: int, total: int, what: str, task: Any = task) -> None:
                     bars.update(task, completed=done, total=total, what=what)
 
-                own = ProbeOptions(
-                    options.max_context, options.max_batch, options.output_tokens, options.repeat, options.dialect, seed + number
-                )
-                runs.append(measure(client, model, own, tell))
+                runs.append(measure(client, model, replace(options, seed=seed + number), tell))
             return list(await asyncio.gather(*runs))
     finally:
         for client in clients:

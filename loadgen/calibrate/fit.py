@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from loadgen.calibrate.squares import fit_relative
+from loadgen.calibrate.squares import fit_ratios
 from workers.latency import LatencyModel
 
 P = TypeVar("P")
@@ -78,7 +78,7 @@ def fit(
     source: str = "",
     overhead: bool = True,
 ) -> Calibration:
-    """Coefficients of least relative error, none of them negative.
+    """Coefficients of least error by ratio (half and double are equally far off), none of them negative.
 
     `chunk` is the engine's token budget of a step (max_num_batched_tokens): a prompt takes prefill_base once per chunk. A step's fixed
     cost is the same forward pass in prefill and decode, so what a request alone costs beyond `decode_base` is overhead, not prefill;
@@ -113,11 +113,11 @@ def _held_out(points: Sequence[P]) -> list[P]:
 def _fit(
     prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], chunk: int, tokens_per_step: float, source: str, overhead: bool
 ) -> Calibration:
-    step = fit_relative([(1.0, d.batch, d.kv_tokens) for d in decodes], [d.seconds * tokens_per_step for d in decodes])
+    step = fit_ratios([(1.0, d.batch, d.kv_tokens) for d in decodes], [d.seconds * tokens_per_step for d in decodes])
     # chunks after the first cost the base again: known from decoding, so taken off before the rest is fitted
     later = [(max(1, math.ceil(p.uncached / chunk)) - 1) * step[0] for p in prefills]
     rows = [(1.0, p.uncached, p.uncached * (p.total - p.uncached / 2), p.total if overhead else 0.0) for p in prefills]
-    fixed, token, attention, overhead_token = fit_relative(
+    fixed, token, attention, overhead_token = fit_ratios(
         rows, [max(p.seconds - base, 0.05 * p.seconds) for p, base in zip(prefills, later, strict=True)]
     )
     base = min(fixed, step[0]) if overhead else fixed

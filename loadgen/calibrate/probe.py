@@ -31,6 +31,7 @@ class ProbeOptions:
     max_batch: int = 16  # largest decode batch
     output_tokens: int = 48  # of a decode measurement
     repeat: int = 3
+    pause_s: float = 0.2  # mean time before a prompt: as between turns, in which what computes clocks down and is used by others
     dialect: Dialect = "completions"
     seed: int = 0
 
@@ -78,7 +79,7 @@ class _Probe:
         for _ in range(options.repeat):
             for length in lengths:
                 self._tell(steps, f"cold prefill of {length:,} tokens")
-                colds[length].append(await self._ask(self._text(length), 1))
+                colds[length].append(await self._ask_rested(self._text(length)))
         self._measured.prefills += [self._prefill(answers, cached=0) for answers in colds.values()]
         await self._warm(warm, steps)
         prompts = {context: [self._text(context) for _ in range(options.max_batch)] for context in contexts}
@@ -115,7 +116,7 @@ class _Probe:
                 self._tell(steps, f"{new:,} new tokens on {prefix:,} cached ones")
                 if new == 64:
                     await self._ask(prefixes[prefix], 1)
-                answers[prefix, new].append(await self._ask(prefixes[prefix] + self._text(new), 1))
+                answers[prefix, new].append(await self._ask_rested(prefixes[prefix] + self._text(new)))
         for each in answers.values():
             if any(answer.cached_tokens is None for answer in each):
                 self._measured.notes.append(
@@ -162,6 +163,11 @@ class _Probe:
         size = int(tokens * self._characters)
         pieces = -(-size // (4 * _BLOCK))
         return "".join(block_text(self._random.getrandbits(48), _BLOCK, self._options.seed) for _ in range(pieces))[:size]
+
+    async def _ask_rested(self, prompt: str) -> Answer:
+        """A prefill of an engine that has not just done another, which would be a little faster than those of real traffic."""
+        await asyncio.sleep(self._random.uniform(0, 2 * self._options.pause_s))
+        return await self._ask(prompt, 1)
 
     async def _ask(self, prompt: str, output_tokens: int) -> Answer:
         content = {"prompt": prompt} if self._options.dialect == "completions" else {"messages": [{"role": "user", "content": prompt}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from loadgen.calibrate import CalibrationError, DecodePoint, PrefillPoint, ProbeOptions, fit, measure
 from loadgen.calibrate.oracle import fit_oracle
-from loadgen.calibrate.squares import fit_relative
+from loadgen.calibrate.squares import fit_ratios
 from loadgen.calibratecli import calibrate_command
 from loadgen.client import StreamClient
 from workers.latency import LatencyModel
@@ -55,21 +56,35 @@ def test_exact_points_give_back_the_coefficients(base: float, token: float, atte
     assert found.prefill_error.p90 is not None and found.prefill_error.p90 < 1e-3
 
 
-@given(st.lists(st.tuples(*[st.floats(0, 10)] * 3, st.floats(0.1, 10)), min_size=3, max_size=12))
+@given(st.lists(st.tuples(st.just(1.0), st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10)), min_size=3, max_size=12))
 def test_no_coefficient_is_negative_and_none_helps_by_moving(points: list[tuple[float, float, float, float]]) -> None:
     rows, values = [point[:3] for point in points], [point[3] for point in points]
 
     def loss(coefficients: list[float]) -> float:
         return sum(
-            (sum(c * x for c, x in zip(coefficients, row, strict=True)) / value - 1) ** 2 for row, value in zip(rows, values, strict=True)
+            math.log(sum(c * x for c, x in zip(coefficients, row, strict=True)) / value) ** 2
+            for row, value in zip(rows, values, strict=True)
         )
 
-    found = fit_relative(rows, values)
+    found = fit_ratios(rows, values)
     assert min(found) >= 0.0
     for column in range(3):
         for move in (-0.01, 0.01):
             moved = [max(0.0, c + move * (i == column)) for i, c in enumerate(found)]
-            assert loss(found) <= loss(moved) + 1e-6
+            assert sum(moved) == 0 or loss(found) <= loss(moved) + 1e-6
+
+
+def test_noise_makes_a_fit_neither_faster_nor_slower() -> None:
+    """Half and double are equally likely here; by relative errors the fit would be a third too fast."""
+    random_ = random.Random(4)
+    model = LatencyModel()
+    noisy = [PrefillPoint(u, n, model.prefill_s(u, n) * random_.lognormvariate(0, 0.5)) for u, n in WARM * 60]
+    batches = [(b, b * context) for b in (1, 2, 4, 8) for context in (500, 8000)] * 60
+    steps = [DecodePoint(b, k, model.step_s(b, k) * random_.lognormvariate(0, 0.5)) for b, k in batches]
+    found = fit(noisy, steps, chunk=1 << 20)
+    for uncached, total in WARM:
+        assert found.ttft_s(uncached, total, 1 << 20) == pytest.approx(model.prefill_s(uncached, total), rel=0.1)
+    assert found.latency.step_s(4, 16_000) == pytest.approx(model.step_s(4, 16_000), rel=0.1)
 
 
 def test_the_error_is_that_of_points_the_fit_has_not_seen() -> None:
@@ -93,7 +108,7 @@ PROFILE = WorkerProfile(
         prefill_base=0.02, prefill_token=1e-4, prefill_attention=2e-8, decode_base=0.02, decode_seq=2e-3, decode_kv=2e-7, tokens_per_step=1
     ),
 )  # fmt: skip
-SMALL = ProbeOptions(max_context=2048, max_batch=4, output_tokens=8, repeat=1)
+SMALL = ProbeOptions(max_context=2048, max_batch=4, output_tokens=8, repeat=1, pause_s=0)
 
 
 async def test_a_live_engine_is_asked_for_cold_and_warm_prompts_and_batches() -> None:
@@ -116,7 +131,7 @@ async def test_a_live_engine_is_asked_for_cold_and_warm_prompts_and_batches() ->
 async def test_the_coefficients_of_a_simulated_engine_come_back() -> None:
     async with SimServer(PROFILE, speed=2) as server:
         client = StreamClient(server.url)
-        measured = await measure(client, "sim", ProbeOptions(max_context=4096, max_batch=8))
+        measured = await measure(client, "sim", ProbeOptions(max_context=4096, max_batch=8, pause_s=0))
         client.close()
     found = fit(measured.prefills, measured.decodes, chunk=1024)
     model = PROFILE.latency_model().scaled(0.5)
@@ -151,6 +166,8 @@ async def test_the_command_writes_what_a_profile_takes(tmp_path: Path) -> None:
             "1024",
             "--repeat",
             "1",
+            "--pause",
+            "0",
             "-o",
             str(yaml_file),
             "--json",
