@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvindex.chain import ChainState
+from kvindex.chain import ChainState, identity_seed
 from kvindex.memory import MemoryIndex
 from kvindex.routing_memory import RoutingMemory
 
@@ -49,7 +49,8 @@ class Timings:
 
 
 def random_chain(rng: random.Random, length: int) -> list[int]:
-    return [rng.getrandbits(64) for _ in range(length)]
+    """Block hashes of a prompt that has nothing in common with any other."""
+    return ChainState.start(identity_seed("benchmark"), 8).extend(rng.randbytes(8 * length)).hashes
 
 
 def walk(table: dict[int, int], hashes: Sequence[int]) -> dict[int, int]:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from hiredis import pack_command
+from index import random_chain
 
 from kvindex.memory import MemoryIndex
 from kvindex.redis_index import Operation, RedisIndex, packed
@@ -160,7 +161,7 @@ async def timed(operation: Callable[[], Awaitable[Any]]) -> float:
 async def measure(backend: Backend, line: Line, blocks: int, rounds: int, seed: int) -> dict[str, Any]:
     """Fill with `blocks` blocks of eight holders, match chains over eight holders, clear one. `line` is for looking at the server."""
     rng = random.Random(seed)
-    chains = [[rng.getrandbits(64) for _ in range(CHAIN)] for _ in range(max(1, blocks // CHAIN))]
+    chains = [random_chain(rng, CHAIN) for _ in range(max(1, blocks // CHAIN))]
     stored = len(chains) * CHAIN
     memory = int((await info(line, "memory"))["used_memory"])
     cpu, begin = await cpu_s(line), time.perf_counter()
@@ -175,7 +176,7 @@ async def measure(backend: Backend, line: Line, blocks: int, rounds: int, seed: 
         result["bytes_per_block"] = round((int((await info(line, "memory"))["used_memory"]) - memory) / stored, 1)
     expected: dict[int, dict[str, int]] = {}
     for length in LENGTHS:
-        hashes = [rng.getrandbits(64) for _ in range(length)]
+        hashes = random_chain(rng, length)
         expected[length] = {f"worker-{holder}": rng.randint(1, length) if holder else length for holder in range(HOLDERS)}
         for holder, depth in expected[length].items():
             await backend.store(holder, hashes[:depth])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from index import random_chain
 from index_redis import Server, cpu_s, info
 
 from gateway.sharing import LEASE_S, TELL_ALL_S, TELL_S
@@ -150,7 +151,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 async def measure_writes(line: Line, blocks: int) -> dict[str, float]:
     """First holders, further holders, removals."""
     rng = random.Random(1)
-    chains = [[rng.getrandbits(64) for _ in range(1_000)] for _ in range(blocks // 1_000)]
+    chains = [random_chain(rng, 1_000) for _ in range(blocks // 1_000)]
     index = RedisIndex(line, "writes", "gateway", capacity_blocks=blocks)
     await index.join(3600)
     cost, used = Cost(line), []
@@ -182,7 +183,7 @@ async def measure_matches(line: Line, rounds: int = 100) -> dict[str, Any]:
     for slots in SLOTS:
         index = RedisIndex(line, f"matches-{slots}", "gateway", capacity_blocks=100_000)
         await index.join(3600)
-        chain = [rng.getrandbits(64) for _ in range(CHAIN)]
+        chain = random_chain(rng, CHAIN)
         await index.write([("store", "worker-0", chain[:-8])])
         await index.write([("store", f"worker-{number}", chain[:SYSTEM_BLOCKS]) for number in range(1, slots)])
         assert len(await index.match(chain)) == slots

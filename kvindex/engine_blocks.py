@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvindex.chain import token_seed
+from kvindex.chain import block_hashes, token_seed
 from kvindex.engine_groups import FULL_KINDS, CacheGroup, Rule, rule_for
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, EngineHash, decode
 from kvindex.index import KVIndex
@@ -82,7 +82,6 @@ class EngineBlocks:
         self.stored = self.removed = self.orphaned = self.ignored = self.malformed = 0
         self._index = index
         self._block_bytes = TOKEN_BYTES * block_tokens
-        self._cutter = struct.Struct(f"{self._block_bytes}s")
         self._engine_hash: dict[int, EngineHash] = {}  # own hash -> engine's, of blocks held in any tier
         self._expected: dict[int, float] = {}  # own hash -> until when it counts as held without being reported
         self._expiries: list[tuple[float, int, list[int]]] = []  # heap: until, a number of its own, own hashes
@@ -261,7 +260,7 @@ class EngineBlocks:
             self.orphaned += count
             return None
         if size == self.block_tokens and not keys.by_block and type(parent) is int:
-            return [parent := xxh3_64_intdigest(block, parent) for (block,) in self._cutter.iter_unpack(data)]
+            return [*block_hashes(data, self._block_bytes, parent)]
         return self._ends_by_block(count, data, TOKEN_BYTES * size, parent, keys.by_block)
 
     def _ends_by_block(self, count: int, data: bytes, size: int, end: _End, keys: dict[int, bytes]) -> list[_End]:
@@ -279,7 +278,7 @@ class EngineBlocks:
                 break
             partial.tokens += data[number * size : (number + 1) * size]
             if filled == self._block_bytes:
-                end = xxh3_64_intdigest(bytes(partial.tokens), partial.parent)
+                (end,) = block_hashes(bytes(partial.tokens), self._block_bytes, partial.parent)
             else:
                 end = partial, filled
             ends.append(end)

@@ -17,7 +17,7 @@ Operation = tuple[Literal["store", "remove", "clear"], str, Sequence[int]]
 
 BUCKET_BLOCKS = 24  # most a bucket has at capacity, in the mean: short ones are written faster, and one of over 128 would be no listpack
 BUCKET_BITS = (8, 24)  # fewest and most bits that number a bucket
-CALL_BLOCKS = 512  # blocks written by one script call, which keeps Redis busy for 1 to 2 ms
+CALL_BLOCKS = 512  # blocks written by one script call, which keeps Redis busy for about 1 ms
 CALLS_AT_ONCE = 4  # on their way: enough to keep Redis busy, few enough that others do not wait long behind them
 WRITE_DEADLINE_S = 1.0
 SWEEP_BUCKETS = 64  # buckets visited by one script call: about 1 ms

@@ -4,7 +4,8 @@ All keys of a pool (or of one shard of it) begin with the same prefix, which hol
 
     m            hash     epoch, bits that number a bucket, version of the slot table, next slot never used
     b<e><n>      hash     bucket of epoch e (4 bytes), n the first bits of its hashes and zeros (2 bytes, 3 where 16 bits are too few):
-                          block hash (8 bytes) -> slots that hold the block (2 bytes each, sorted)
+                          block hash (8 bytes) -> slots that hold the block (2 bytes each, sorted); a run of a chain (see
+                          `kvindex.chain.block_hashes`) is in one
     s            hash     the slot table: slot -> version it was taken at, owner and holder, spaces between
     c            list     its last changes, newest first: version, a space, slot, and owner and holder where it was taken
     n:<owner>    hash     the owner's holders -> slots
@@ -12,7 +13,7 @@ All keys of a pool (or of one shard of it) begin with the same prefix, which hol
     o:<owner>    string   the owner's lease
     o            string   somebody has just looked for owners whose lease has ended
     f, d         lists    slots that are free; slots given up, waiting for a sweep
-    w            hash     the running sweep: its slots, the next bucket
+    w            hash     the running sweep: its slots, the next bucket and how far that one has been read
     w:lock       string   who sweeps
     r            list     buckets of earlier epochs, to be deleted: epoch (4 bytes), bits (1), how many are left (4)
 
@@ -27,7 +28,7 @@ from kvindex.redis_line import Script
 # All that the index asks of Redis, for an ACL; the keys are {wr:*.
 COMMANDS = (
     "eval", "evalsha", "ping", "time", "del", "unlink", "exists", "get", "set",
-    "hget", "hmget", "hgetall", "hvals", "hset", "hsetnx", "hdel", "hincrby",
+    "hget", "hmget", "hgetall", "hvals", "hscan", "hset", "hdel", "hincrby",
     "sadd", "srem", "sismember", "smembers", "lpush", "rpush", "lpop", "lindex", "lrange", "lset", "ltrim",
 )  # fmt: skip
 
@@ -46,10 +47,10 @@ local bucket_prefix = prefix .. 'b' .. (state[1] or '')
 local wide = bits and bits > 16 -- buckets are numbered by three bytes of a hash, or by two
 local step = bits and 2 ^ ((wide and 24 or 16) - bits)
 
--- The key of the bucket that the hash from `at` on belongs to, and the field in it.
-local function place(hashes, at)
+-- The key of the bucket that the hash from `at` on belongs to.
+local function bucket_of(hashes, at)
   local a, b, c = byte(hashes, at, at + 2)
-  return bucket_prefix .. (wide and char(a, b, c - c % step) or char(a, b - b % step)), sub(hashes, at, at + 7)
+  return bucket_prefix .. (wide and char(a, b, c - c % step) or char(a, b - b % step))
 end
 """
 
@@ -90,18 +91,25 @@ MATCH = Script(
 if not bits then return false end
 local chain = ARGV[1]
 local count = #chain / 8
-local first = count > 0 and call('HGET', place(chain, 1))
-if not first then return {state[3], ''} end
+
+-- The slots that hold the block at `place`, which counts from 0.
+local function held_at(place)
+  local at = place * 8 + 1
+  return call('HGET', bucket_of(chain, at), sub(chain, at, at + 7)) or ''
+end
+
+local first = count > 0 and held_at(0) or ''
+if first == '' then return {state[3], ''} end
 
 local floor = math.floor
 local ends, sets, found = {}, {}, 0 -- where a set of holders ends (blocks from the begin), and the set, in the chain's order
-local last = count > 1 and (call('HGET', place(chain, count * 8 - 7)) or '') or first
+local last = held_at(count - 1)
 
 -- Block `low` is held by `at_low` and block `high` by `at_high`, which differ: find all places between them where the set changes.
 local function search(low, at_low, high, at_high)
   while high - low > 1 do
     local middle = floor((low + high) / 2)
-    local held = call('HGET', place(chain, middle * 8 + 1)) or ''
+    local held = held_at(middle)
     if held == at_low then
       low = middle
     elseif held == at_high then
@@ -184,47 +192,46 @@ local function find(slots, slot)
   return from * 2, false
 end
 
-local function store(slot, hashes)
-  local before, after -- neighbours in a chain mostly have the same holders
-  local new = true -- and mostly are all new or all known
-  for at = 1, #hashes, 8 do
-    local a, b, c = byte(hashes, at, at + 2) -- as `place`, without a call for each block
-    local bucket = bucket_prefix .. (wide and char(a, b, c - c % step) or char(a, b - b % step))
-    local block = sub(hashes, at, at + 7)
-    if not new or call('HSETNX', bucket, block, slot) == 0 then
-      local held = call('HGET', bucket, block)
-      new = not held
-      if new then
-        call('HSET', bucket, block, slot)
-      elseif held ~= after then
-        if held ~= before then
-          local position, there = find(held, slot)
-          before = held
-          after = there and held or sub(held, 1, position) .. slot .. sub(held, position + 1)
-        end
-        if after ~= held then call('HSET', bucket, block, after) end
-      end
-    end
-  end
+-- The set with the slot, or without it.
+local function with(held, slot)
+  local position, there = find(held, slot)
+  return there and held or sub(held, 1, position) .. slot .. sub(held, position + 1)
 end
 
-local function remove(slot, hashes)
-  local before, after
-  for at = 1, #hashes, 8 do
-    local bucket, block = place(hashes, at)
-    local held = call('HGET', bucket, block)
-    if held then
-      if held ~= before then
-        local position, there = find(held, slot)
-        before = held
-        after = there and sub(held, 1, position) .. sub(held, position + 3) or held
+local function without(held, slot)
+  local position, there = find(held, slot)
+  return there and sub(held, 1, position) .. sub(held, position + 3) or held
+end
+
+-- Stores or removes run by run, as all blocks of a run are in one bucket.
+local function write(slot, hashes, change, of_unknown)
+  local before, after -- neighbours in a chain mostly have the same holders
+  local at = 1
+  while at < #hashes do
+    local bucket, run = bucket_of(hashes, at), sub(hashes, at, at + 2)
+    local blocks, count = {}, 0
+    repeat
+      count = count + 1
+      blocks[count] = sub(hashes, at, at + 7)
+      at = at + 8
+    until sub(hashes, at, at + 2) ~= run
+    local known = call('HMGET', bucket, unpack(blocks))
+    local changed, size, gone = {}, 0, {}
+    for number = 1, count do
+      local held, now = known[number], of_unknown
+      if held then
+        if held ~= before then before, after = held, change(held, slot) end
+        now = after
       end
-      if after == '' then
-        call('HDEL', bucket, block)
-      elseif after ~= held then
-        call('HSET', bucket, block, after)
+      if now == '' then
+        gone[#gone + 1] = blocks[number]
+      elseif now ~= held then
+        changed[size + 1], changed[size + 2] = blocks[number], now
+        size = size + 2
       end
     end
+    if size > 0 then call('HSET', bucket, unpack(changed)) end
+    if #gone > 0 then call('HDEL', bucket, unpack(gone)) end
   end
 end
 
@@ -234,9 +241,9 @@ for at = 2, #ARGV, 3 do
   local slot = call('HGET', names, holder)
   if operation == '+' then
     slot = slot or take_slot(holder)
-    if slot then store(slot, ARGV[at + 2]) else refused = refused + #ARGV[at + 2] / 8 end
+    if slot then write(slot, ARGV[at + 2], with, slot) else refused = refused + #ARGV[at + 2] / 8 end
   elseif slot and operation == '-' then
-    remove(slot, ARGV[at + 2])
+    write(slot, ARGV[at + 2], without, false)
   elseif slot then
     call('HDEL', names, holder)
     call('HDEL', prefix .. 's', slot)
@@ -343,9 +350,10 @@ if retired then
   return stop + buckets
 end
 
-local from = 0
+local number, cursor = 0, '0'
 if slots then
-  from = tonumber(call('HGET', prefix .. 'w', 'next') or 0) -- none: the first part failed, on keys that were moving to another node
+  local place = call('HMGET', prefix .. 'w', 'next', 'cursor') -- none: the first part failed, on keys that were moving to another node
+  number, cursor = tonumber(place[1] or 0), place[2] or '0'
 else
   slots = table.concat(call('LRANGE', prefix .. 'd', 0, -1))
   call('DEL', prefix .. 'd')
@@ -354,10 +362,13 @@ end
 local dead = {}
 for at = 1, #slots, 2 do dead[sub(slots, at, at + 1)] = true end
 local swept = {} -- set of slots -> what is left of it; few sets differ
-local to = math.min(buckets, from + limit)
-for number = from, to - 1 do
+for _ = 1, limit do
+  if number == buckets then break end
   local bucket = bucket_prefix .. numbered(number, bits)
-  local entries = call('HGETALL', bucket)
+  local scanned = call('HSCAN', bucket, cursor, 'COUNT', 128) -- all, but of a bucket where many prompts part
+  local whole = cursor == '0' and scanned[1] == '0'
+  local entries = scanned[2]
+  cursor = scanned[1]
   local gone, changed = {}, {}
   for at = 1, #entries, 2 do
     local held = entries[at + 1]
@@ -378,16 +389,17 @@ for number = from, to - 1 do
       changed[#changed + 1] = left
     end
   end
-  if #gone * 2 == #entries then
+  if whole and #gone * 2 == #entries then
     call('UNLINK', bucket)
   else
     for at = 1, #gone, 500 do call('HDEL', bucket, unpack(gone, at, math.min(#gone, at + 499))) end
     for at = 1, #changed, 500 do call('HSET', bucket, unpack(changed, at, math.min(#changed, at + 499))) end
   end
+  if cursor == '0' then number = number + 1 end
 end
-if to < buckets then
-  call('HSET', prefix .. 'w', 'next', to)
-  return buckets - to
+if number < buckets then
+  call('HSET', prefix .. 'w', 'next', number, 'cursor', cursor)
+  return buckets - number
 end
 for slot in pairs(dead) do call('RPUSH', prefix .. 'f', slot) end
 call('DEL', prefix .. 'w', lock)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvindex.chain import ChainState
 from kvindex.index import KVIndex
 
 WORKERS = ["w0", "w1", "w2", "w3"]
@@ -30,11 +31,11 @@ property_test = settings(max_examples=150, deadline=None, suppress_health_check=
 def chains(count: int = 4, length: int = 40) -> list[list[int]]:
     """Chains that share beginnings: chain k leaves chain k - 1 halfway, as forked conversations do."""
     rng = random.Random(7)
-    result = [[rng.getrandbits(64) for _ in range(length)]]
-    while len(result) < count:
-        keep = rng.randrange(length // 4, length)
-        result.append(result[-1][:keep] + [rng.getrandbits(64) for _ in range(length - keep)])
-    return result
+    prompts = [rng.randbytes(8 * length)]
+    while len(prompts) < count:
+        keep = 8 * rng.randrange(length // 4, length)
+        prompts.append(prompts[-1][:keep] + rng.randbytes(8 * length - keep))
+    return [ChainState.start(7, 8).extend(prompt).hashes for prompt in prompts]
 
 
 CHAINS = chains()

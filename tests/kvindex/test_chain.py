@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,12 +46,23 @@ def test_a_fork_leaves_its_checkpoint_valid(trunk: bytes, left: bytes, right: by
     assert checkpoint.chain().hashes == chain_of(trunk)
 
 
-def test_hash_is_xxh3_chained_by_its_seed() -> None:
-    first = xxh3_64_intdigest(b"a" * 512, SEED)
-    second = xxh3_64_intdigest(b"b" * 512, first)
-    chain = ChainState.start(SEED).extend(b"a" * 512 + b"b" * 512 + b"c").chain()
-    assert chain.hashes == [first, second]
-    assert chain.length == 1025
+def test_hash_is_xxh3_seeded_by_the_parent_whose_lowest_bits_it_mostly_takes_over() -> None:
+    blocks = random.Random(1).randbytes(8_000)
+    chain = ChainState.start(SEED, 8).extend(blocks + b"c").chain()
+    assert chain.length == 8_001
+    parent, begins = SEED, 0
+    for at, found in enumerate(chain.hashes):
+        digest = xxh3_64_intdigest(blocks[8 * at : 8 * at + 8], parent)
+        assert found >> 24 == digest >> 24
+        begins += found == digest
+        assert found == digest or found % 2**24 == parent % 2**24
+        parent = found
+    assert chain.hashes[0] == xxh3_64_intdigest(blocks[:8], SEED)
+    assert 75 < begins < 175
+
+
+def test_prompts_of_an_identity_are_in_runs_of_their_own_from_the_first_block_on() -> None:
+    assert len({chain_of(bytes([first]) * 16)[0] % 2**24 for first in range(256)}) > 250
 
 
 def test_identity_separates_models_salts_and_their_borders() -> None:

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest
 
-from kvindex.chain import identity_seed
+from kvindex.chain import block_hashes, identity_seed
 from kvindex.engine_blocks import EXPIRE_BLOCKS, EngineBlocks
 from kvindex.memory import MemoryIndex
 from tests.kvindex.event_batches import CLEARED, batch, own_chain, removed, stored
@@ -50,10 +49,9 @@ def test_a_stored_prompt_matches_the_chain_that_the_gateway_computes() -> None:
     assert (feed.stored, feed.blocks, feed.tiers, feed.mismatch) == (7, 7, ("w",), None)
 
 
-def test_the_own_chain_is_xxh3_over_little_endian_token_ids_seeded_by_lora_and_salt() -> None:
+def test_the_own_chain_is_over_little_endian_token_ids_seeded_by_lora_and_salt() -> None:
     seed = identity_seed("tokens", "adapter", "tenant")
-    first = xxh3_64_intdigest(b"".join(token.to_bytes(4, "little") for token in TOKENS[:B]), seed)
-    second = xxh3_64_intdigest(b"".join(token.to_bytes(4, "little") for token in TOKENS[B : 2 * B]), first)
+    first, second = block_hashes(b"".join(token.to_bytes(4, "little") for token in TOKENS[: 2 * B]), 4 * B, seed)
     assert own_chain(TOKENS[: 2 * B], B, "adapter", "tenant") == [first, second]
     feed = Feed()
     feed.tell(prefix(2, lora_name="adapter", extra_keys=[["adapter", "tenant"], ["adapter"]]))

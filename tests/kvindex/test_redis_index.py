@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvindex.chain import ChainState
 from kvindex.memory import MemoryIndex
 from kvindex.redis_index import IndexGone, Operation, RedisIndex, ShardedIndex, key_prefix
 from kvindex.redis_line import Line, RedisRefused
@@ -23,8 +24,7 @@ pools = (f"pool-{number}" for number in count())
 
 
 def random_chain(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.getrandbits(64) for _ in range(length)]
+    return ChainState.start(seed, 8).extend(random.Random(seed).randbytes(8 * length)).hashes
 
 
 @asynccontextmanager
@@ -50,6 +50,12 @@ async def joined(line: Line, owner: str, pool: str = "test", capacity_blocks: in
     index = RedisIndex(line, pool, owner, capacity_blocks=capacity_blocks)
     await index.join(LEASE_S)
     return index
+
+
+async def entries(line: Line, pool: str = "test") -> int:
+    """Blocks in the index, of any epoch."""
+    buckets = await line.call("KEYS", f"{{wr:{pool}}}:1:b*")
+    return sum(await line.pipeline([("HLEN", bucket) for bucket in buckets], 10.0))
 
 
 async def sweep_all(index: RedisIndex | ShardedIndex) -> None:
@@ -79,8 +85,7 @@ class Synchronous:
         self.run(self.index.write([("clear", worker, [])]))
 
     def __len__(self) -> int:
-        keys = self.run(self._line.call("KEYS", f"{{wr:{self._pool}}}:1:b*"))
-        return sum(self.run(self._line.call("HLEN", key)) for key in keys)
+        return self.run(entries(self._line, self._pool))
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +286,6 @@ async def test_at_capacity_buckets_are_listpacks_and_clearing_leaves_nothing(lin
             chain = random_chain(6 * 1024, number)
             await index.write([("store", f"w{number}", chain), ("store", f"w{number + 1}", chain[:3000])])
         buckets = await line.call("KEYS", key_prefix("test") + "b*")
-        assert len(buckets) == 2048
         encodings = await line.pipeline([("OBJECT", "ENCODING", bucket) for bucket in buckets], 10.0)
         assert set(encodings) == {b"listpack"}
         assert (await used_memory(line) - before) / (48 * 1024) < 40
@@ -292,6 +296,23 @@ async def test_at_capacity_buckets_are_listpacks_and_clearing_leaves_nothing(lin
         assert await line.call("DBSIZE") - keys_before <= 2  # the lists of free slots and of changes
         left.append(await used_memory(line))
     assert left[-1] - left[0] < 50_000
+
+
+async def test_many_prompts_that_part_at_one_place_are_swept_bit_by_bit(line: Line) -> None:
+    index = await joined(line, "g1", capacity_blocks=48 * 256)
+    trunk = ChainState.start(3, 8).extend(bytes(80))
+    prompts = [trunk.extend(number.to_bytes(8, "little")).hashes for number in range(3000)]
+    await index.write([("store", f"w{number % 2}", prompt) for number, prompt in enumerate(prompts)])
+    sizes = await line.pipeline([("HLEN", bucket) for bucket in await line.call("KEYS", key_prefix("test") + "b*")], 10.0)
+    assert max(sizes) > 2500
+    await index.write([("clear", "w0", [])])
+    calls = 1
+    while await index.sweep(8):
+        calls += 1
+    assert calls > (512 + 3000 / 128) / 8 - 1  # not all of the large one in one call
+    assert await entries(line) == 10 + 1500
+    assert await index.match(prompts[1]) == {"w1": 11}
+    assert await index.match(prompts[0]) == {"w1": 10}
 
 
 async def test_owner_without_lease_is_dropped_and_told(line: Line) -> None:
@@ -356,7 +377,7 @@ async def test_a_fleet_four_times_as_large_begins_anew(line: Line) -> None:
     assert await large.match(CHAINS[0]) == {"a": 5}
     while await huge.sweep(4096):
         pass
-    assert len(await line.call("KEYS", key_prefix("test") + "b*")) == 5  # nothing is left of the earlier buckets
+    assert await entries(line) == 5  # nothing is left of the earlier buckets
 
 
 async def test_the_server_forgets_the_scripts(server: RedisServer, line: Line) -> None:
