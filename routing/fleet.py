@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from routing.calibration import ConfigurationScale, WorkerScale
 from routing.trust import Trust
@@ -32,6 +32,7 @@ class Claimant(Protocol):
 
     def begun(self) -> None: ...
     def ended(self, now: float) -> None: ...
+    def begins_as_others(self, tokens: float) -> None: ...
 
 
 class Reservation:
@@ -39,7 +40,9 @@ class Reservation:
 
     __slots__ = ("after", "claimant", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker")
 
-    PREFILL, DECODE, RELEASED = 0, 1, 2
+    PREFILL: ClassVar[int] = 0
+    DECODE: ClassVar[int] = 1
+    RELEASED: ClassVar[int] = 2
 
     def __init__(
         self,

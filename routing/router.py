@@ -97,7 +97,7 @@ class Decision:
         session = self.session
         if session is None or session.id is None or session.home is None:
             return None
-        return SessionRecord(session.home.id, self.gateway, session.turns, session.context, session.regret)
+        return SessionRecord(session.home.id, self.gateway, session.turns, session.context, session.regret, session.shared)
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data, for logs and people."""
@@ -333,8 +333,8 @@ class Router:
         most: float
         if request.tokens:
             total = float(request.tokens)
-            block = request.block_tokens
-            most = (request.tokens - 1) // request.block_tokens * request.block_tokens  # an engine computes at least the last token
+            block = float(request.block_tokens)
+            most = float((request.tokens - 1) // request.block_tokens * request.block_tokens)  # an engine computes at least the last token
         else:
             ratio = self.tokens.of(model)
             total = request.length / ratio
@@ -424,7 +424,7 @@ class Router:
         for ticket in unheard:
             worker = self.policy.rank(placement, candidates)[0][4]
             held = cached.get(worker.id, 0.0)
-            share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, total, 0.0)
+            share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, total - held, 0.0)
             tickets.assume(ticket, root, worker, share, held, now)
             sent_to.add(worker)
             if common > held:

@@ -25,7 +25,7 @@ LEAST_AWAKE_S = 30.0
 _GAPS = 512
 _MOST_LOOKED_AT = 8
 _MOST_CLAIMS = 10_000
-_RECORD = struct.Struct("<BIffBB")  # version, turns, context, regret, lengths of the two names that follow
+_RECORD = struct.Struct("<BIfffBB")  # version, turns, context, shared, regret, lengths of the two names that follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,27 @@ class SessionRecord:
     turns: int
     context: float  # largest prompt so far, tokens
     regret: float  # seconds, see `policies`
+    shared: float = 0.0  # of the context, tokens that were at its home before it came
 
     def encode(self) -> bytes:
         """Raises ValueError for names of more than 255 bytes."""
         worker, gateway = self.worker.encode(), self.gateway.encode()
         if max(len(worker), len(gateway)) > 255:
             raise ValueError("names of workers and gateways are at most 255 bytes long")
-        return _RECORD.pack(1, min(self.turns, 2**32 - 1), self.context, self.regret, len(worker), len(gateway)) + worker + gateway
+        turns = min(self.turns, 2**32 - 1)
+        return _RECORD.pack(2, turns, self.context, self.shared, self.regret, len(worker), len(gateway)) + worker + gateway
 
     @classmethod
     def decode(cls, data: bytes) -> SessionRecord | None:
         """None for what is no record."""
         if len(data) < _RECORD.size:
             return None
-        version, turns, context, regret, worker, gateway = _RECORD.unpack_from(data)
-        if version != 1 or len(data) != _RECORD.size + worker + gateway or not all(0.0 <= n < 1e12 for n in (context, regret)):
+        version, turns, context, shared, regret, worker, gateway = _RECORD.unpack_from(data)
+        if version != 2 or len(data) != _RECORD.size + worker + gateway or not all(0.0 <= n < 1e12 for n in (context, shared, regret)):
             return None
         try:
             names = data[_RECORD.size :]
-            return cls(names[:worker].decode(), names[worker:].decode(), turns, context, regret)
+            return cls(names[:worker].decode(), names[worker:].decode(), turns, context, regret, shared)
         except UnicodeDecodeError:
             return None
 
@@ -98,6 +100,14 @@ class Session:
         """One is over."""
         self.in_flight -= 1
         self.idle_since = now
+
+    def begins_as_others(self, tokens: float) -> None:
+        """So many tokens of it turn out to be others' beginning, which its home holds once for all."""
+        before = self.footprint
+        self.shared = max(self.shared, tokens)
+        if self.home is not None and self.awake and not self.elsewhere:
+            self.home.working_set += self.footprint - before
+            self.home.touched.add(self.home)
 
 
 def root_of(hashes: Sequence[int], root_blocks: int) -> int:
@@ -230,7 +240,7 @@ class SessionTable:
         session.regret = record.regret
         session.context = max(session.context, record.context)
         if home is not None and session.home is None:
-            session.shared = 0.0
+            session.shared = record.shared
             self._settle(session, home)
             self._enter_home(session)
 

@@ -69,7 +69,7 @@ class Tickets:
         """New sessions with this root turn out to have so many tokens in common. Returns the workers to which such have just gone.
 
         Gateways that were each the first to send one to a worker have each counted it whole there. Only the one with the first
-        ticket has to compute what they have in common.
+        ticket has to compute what they have in common, and it takes room in the cache once.
         """
         sent_to: set[Worker] = set()
         for ticket in sorted(ticket for ticket, placing in self._recent.items() if placing.root == root):
@@ -78,12 +78,15 @@ class Tickets:
             if worker in sent_to and load is not None and placing.held < common:
                 lacking = prompt_tokens - placing.held
                 spared = worker.prefill_s(lacking, prompt_tokens) - worker.prefill_s(prompt_tokens - common, prompt_tokens)
-                placing.held = common
                 if isinstance(load, Reservation):
                     load.shorten(spared)
+                    if load.claimant is not None:
+                        load.claimant.begins_as_others(common)
                 else:
                     load.wait_s = max(load.wait_s - spared, 0.0)
+                    load.working_set = max(load.working_set - (common - placing.held), 0.0)
                     worker.hear(f"ticket {ticket}", load, now)
+                placing.held = common
             sent_to.add(worker)
         return sent_to
 

@@ -19,7 +19,7 @@ from routing.policies.sglang import PrefixThreshold
 from routing.policies.warm import Warm
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy
+    policy().name: policy
     for policy in (
         Warm, RoundRobin, Random, LeastLoaded, PowerOfTwo, SessionAffinity, PrefixThreshold, LPWL, LMetric, Dynamo, DynamoTwoTier,
         StickyUntilSaturated, Preble, Mooncake, MooncakeLoadBalance,

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from routing.fleet import Worker
 from routing.policies.placement import Placement, Terms
 from routing.policies.warm import Warm, _break_ties, _hold_still
-from routing.sessions import Session
 
 # term -> what is missing without it
 TERMS = {
@@ -29,17 +27,11 @@ TERMS = {
 _PARTS = ("congestion", "evict", "crowd", "decode")  # terms that are added up
 
 
-class _NothingShared:
-    """The session table as `Warm` reads it, with no other session that begins alike."""
+class _NothingShared(Warm):
+    """`Warm` where no other session begins alike."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def sharing(self, session: Session) -> float:
+    def sharing(self, placement: Placement) -> float:
         return 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
 
 
 class Ablated:
@@ -54,16 +46,12 @@ class Ablated:
         self.without = frozenset(without)
         self.name = "-".join(["warm", *(["without", *without] if without else [])])
         self._columns = [Terms._fields.index(term) for term in _PARTS if term in self.without]
-        self._warm = Warm()
+        self._warm = _NothingShared() if "repeated" in self.without else Warm()
 
     def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         session = placement.session
         regret = session.regret if session is not None else 0.0
-        if "repeated" in self.without:
-            nothing_shared: Any = _NothingShared(placement.sessions)
-            ranked = self._warm.rank(replace(placement, sessions=nothing_shared), candidates)
-        else:
-            ranked = self._warm.rank(placement, candidates)
+        ranked = self._warm.rank(placement, candidates)
         if len(ranked) == 1:
             return ranked
         ranked = sorted([self._without_parts(entry) for entry in ranked])

@@ -40,6 +40,10 @@ class Warm:
 
     name = "warm"
 
+    def sharing(self, placement: Placement) -> float:
+        """How many sessions are expected to come that begin as this one."""
+        return placement.sessions.sharing(placement.session) if placement.session is not None else 0.0
+
     def rank(self, placement: Placement, candidates: Sequence[Worker]) -> list[tuple[Any, ...]]:
         now, total, session, sessions = placement.now, placement.prompt_tokens, placement.session, placement.sessions
         cached, restore = placement.cached, placement.restore
@@ -62,7 +66,7 @@ class Warm:
         repeated = crowding = 0.0
         if session is not None:
             if first:
-                repeated = 1.0 - 1.0 / (1.0 + sessions.sharing(session))
+                repeated = 1.0 - 1.0 / (1.0 + self.sharing(placement))
             # expected waits per pair of sessions at home together: turns to come x length of what is met x chance to meet
             usual_token_s = sum([w.prefill_calibration.value * (w.per_token + w.per_pair * total) for w in candidates]) / count or 1e-12
             later = congestion.later_work_per_s

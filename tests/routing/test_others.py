@@ -206,6 +206,21 @@ def test_a_record_of_a_worker_that_is_down_or_unknown_gives_no_home() -> None:
         assert (decision.worker.id, decision.reason) == ("w1", "cold")
 
 
+def test_a_session_that_comes_over_takes_no_more_of_its_home_than_before() -> None:
+    a, says_a, b, says_b = pair(1)
+    records: dict[bytes, bytes] = {}
+    prefix = blocks(40)
+    turn(a, records, prefix + blocks(4), "first", 0.0)
+    prompt = prefix + blocks(4)
+    turn(a, records, prompt, "second", 1.0)
+    before = a.workers["w0"].working_set
+    turn(b, records, prompt, "second", 2.0)
+    b.workers["w0"].touched.add(b.workers["w0"])
+    says_a.heard(json.loads(json.dumps(says_b.message(2.0, True))), 2.0)
+    worker = a.workers["w0"]
+    assert worker.working_set + worker.others_working_set == pytest.approx(before, abs=4)
+
+
 def test_a_record_that_is_old_changes_nothing() -> None:
     a, _, _, _ = pair(2)
     records: dict[bytes, bytes] = {}
@@ -248,7 +263,7 @@ def test_junk_is_no_record(data: bytes) -> None:
 
 @given(st.text(max_size=60), st.text(max_size=60), st.integers(0, 2**31), st.integers(0, 2_000_000))
 def test_a_record_survives_its_journey(worker: str, gateway: str, turns: int, context: int) -> None:
-    record = SessionRecord(worker, gateway, turns, float(context), 0.5)
+    record = SessionRecord(worker, gateway, turns, float(context), 0.5, context / 2)
     assert SessionRecord.decode(record.encode()) == record
 
 

@@ -94,6 +94,21 @@ def test_a_shared_beginning_that_two_gateways_send_to_one_worker_is_counted_once
     tell(says_a, says_b, 0.0)
     expected = alone.workers["w0"].wait_s(0.0)
     assert a.workers["w0"].wait_s(0.0) == pytest.approx(expected, rel=0.01) == b.workers["w0"].wait_s(0.0)
+    for worker in (a.workers["w0"], b.workers["w0"]):
+        assert worker.working_set + worker.others_working_set == pytest.approx(alone.workers["w0"].working_set, abs=4)
+
+
+def test_sessions_that_are_assumed_take_no_more_of_a_cache_than_they_will() -> None:
+    alone, late = new_router(1), new_router(1)
+    prefix = blocks(60)
+    for number in range(1, 9):
+        alone.decide(request(prefix + blocks(4), f"s{number}"), 0.0)
+    asked = request(prefix + blocks(4), "s8")
+    asked.ticket = 8
+    late.decide(asked, 0.0, known={"w0": 60})
+    whole = 64 * late.block_units / late.tokens.of(asked.model)
+    working_set = late.workers["w0"].working_set + late.workers["w0"].others_working_set
+    assert working_set + 60 / 64 * whole == pytest.approx(alone.workers["w0"].working_set, abs=4)
 
 
 def test_a_session_without_a_key_goes_where_all_of_it_is_though_its_like_were_just_sent_elsewhere() -> None:
