@@ -1,5 +1,6 @@
 # make setup     a virtual environment in .venv with the locked dependencies and this project
 # make demo      gateway, four simulated workers and a replay; ARGS="--exit --json FILE" to end after the table
+# make compile   what every request passes, compiled to machine code in place (needs a C compiler); make pure  takes it away again
 # make test      the fast tests;  make test-e2e  those that need Prometheus, node or Chromium, or that take long
 # make test-engine   those that need real vLLM engines, installed on first use into ~/.cache/warmroute (2 GB)
 # make lint      ruff and mypy;   make bench     the benchmarks (over an hour; some need redis-server);   make lock  new pins from pyproject.toml
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test test-e2e test-engine lint bench lock clean
+.PHONY: setup compile pure demo test test-compiled test-e2e test-engine lint bench lock clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +29,12 @@ $(VENV)/.ready: $(VENV)/.locked pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps -e .
 	@touch $@
 
+compile: setup
+	WARMROUTE_COMPILE=1 $(BIN)/python setup.py -q build_ext --inplace -j 2
+
+pure:
+	rm -rf build warmroute_*.so gateway/*.so routing/*.so routing/policies/*.so
+
 demo: setup
 	@$(BIN)/python -m loadgen.demo $(ARGS)
 
@@ -35,6 +42,10 @@ test: setup
 	@command -v redis-server >/dev/null || \
 		echo "redis-server is not installed: the tests of what gateways share are skipped; on Debian and Ubuntu: apt-get install redis-server"
 	$(BIN)/python -m pytest -n auto -m "not e2e and not slow and not engine" $(ARGS)
+
+# the same tests of what `make compile` compiles
+test-compiled: compile
+	$(BIN)/python -m pytest -n auto -m "not e2e and not slow and not engine and not replaces" tests/gateway tests/routing $(ARGS)
 
 test-e2e: setup
 	$(BIN)/python -m pytest -n auto -m "slow and not e2e" $(ARGS)
@@ -74,5 +85,5 @@ lock: setup
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 		--no-header --upgrade -q -o requirements.lock
 
-clean:
+clean: pure
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,6 +65,8 @@ def serve(
     process = "" if processes == 1 else " [%(process)d]"
     logging.basicConfig(level=log_level.upper(), format=f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if stale := stale_modules():
+        logging.getLogger("warmroute").warning("compiled before a change of %s: run make compile again (or make pure)", ", ".join(stale))
     from gateway.app import Gateway
     from gateway.server import Server
 
@@ -94,6 +96,16 @@ def serve(
     uvloop.run(server.serve())
     if not server.started:
         sys.exit(3)
+
+
+def stale_modules() -> list[str]:
+    """Sources in a checkout that were compiled before they were last changed: Python would go on with the old."""
+    root = Path(__file__).parent.parent
+    if not (root / "setup.py").exists():  # installed from a wheel, where both are of one time
+        return []
+    compiled = [path for package in ("gateway", "routing") for path in (root / package).rglob("*.so")]
+    sources = [(path, path.with_name(path.name.partition(".")[0] + ".py")) for path in compiled]
+    return sorted(str(source.relative_to(root)) for path, source in sources if source.stat().st_mtime > path.stat().st_mtime)
 
 
 def _require_shared_index(config: Config, processes: int) -> None:

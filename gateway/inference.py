@@ -289,15 +289,18 @@ class Inference:
         if query := scope["query_string"]:
             path += b"?" + query
         extra = b"x-request-id: %b\r\n" % relay.request_id
-        for name in _FORWARDED & headers.keys():
+        for name in _FORWARDED.intersection(headers):
             extra += b"%b: %b\r\n" % (name, headers[name])
         if relay.streamed:
             self.active.add(relay)
 
         tried: list[Worker] = []
         error: _WorkerError | None = None
+        errors = 0
         trouble = ""
         for attempt in range(self.config.upstream.attempts):
+            if errors > 1 or (errors and relay.started):
+                break  # one other worker is asked, no more: the request may be what fails
             if relay.gone:
                 raise Interrupted("client")
             try:
@@ -327,14 +330,11 @@ class Inference:
             except _WorkerError as failed:
                 self.fleet.suspect(worker.id, f"answered {failed.status}", refused=False)
                 trouble = f"worker {worker.id} answered {failed.status}"
-                if error is not None or relay.started:  # one other worker is asked, no more: the request may be what fails
-                    error = failed
-                    break
-                error = failed
-            except UpstreamError as failed:
-                if failed.kind != "local":
-                    self.fleet.suspect(worker.id, str(failed), refused=failed.kind == "connect")
-                trouble = f"worker {worker.id}: {failed}"
+                error, errors = failed, errors + 1
+            except UpstreamError as lost:
+                if lost.kind != "local":
+                    self.fleet.suspect(worker.id, str(lost), refused=lost.kind == "connect")
+                trouble = f"worker {worker.id}: {lost}"
                 if relay.content_sent:
                     await self._break_off(relay, decision, trouble)
                     return

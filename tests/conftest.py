@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from gateway.cli import stale_modules
 from loadgen.local import LocalFleet
+
+
+def pytest_configure() -> None:
+    if stale := stale_modules():
+        pytest.exit(f"compiled before a change of {', '.join(stale)}: run make compile again (or make pure)", returncode=3)
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ async def test_leaving_while_the_body_is_still_being_sent_reserves_nothing() -> 
         await stack.until_idle()
 
 
+@pytest.mark.replaces
 async def test_leaving_while_the_gateway_waits_for_a_new_connection_after_a_stale_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client leaves between the two tries of one worker: the second try must not be started for nobody."""
     connecting, go_on = asyncio.Event(), asyncio.Event()

@@ -66,6 +66,7 @@ async def test_a_worker_that_accepts_and_resets_at_once_costs_a_move_not_an_erro
         listener.close()
 
 
+@pytest.mark.replaces
 async def test_a_connection_lost_before_its_request_is_a_failure_of_the_worker() -> None:
     """The handshake's success is learned a turn of the loop later; the reset may come between."""
     async with ScriptedWorker(_answers) as worker, running(config(worker.url)) as stack:
@@ -148,6 +149,7 @@ async def test_what_was_routed_long_ago_counts_as_evicted() -> None:
         await until(lambda: len(stack.router.index) == 0, "an empty index")
 
 
+@pytest.mark.replaces
 async def test_a_worker_that_goes_down_during_the_handshake_gets_no_request() -> None:
     """What is declared down interrupts the requests it has; one that is just connecting must not be left waiting there."""
 

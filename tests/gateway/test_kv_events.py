@@ -112,6 +112,7 @@ async def chosen(stack: Stack, text: str) -> tuple[str, float]:
     return response.headers["x-warmroute-worker"], decisions[-1].cached_tokens
 
 
+@pytest.mark.replaces
 async def test_what_the_engine_has_is_known_before_the_gateway_is_ready(model: Path) -> None:
     """Replay: the events were published before the gateway existed."""
     engines = Engine(), Engine()
@@ -125,6 +126,7 @@ async def test_what_the_engine_has_is_known_before_the_gateway_is_ready(model: P
             assert cached > 2000
 
 
+@pytest.mark.replaces
 async def test_events_arrive_while_it_runs(model: Path) -> None:
     engines = Engine(), Engine()
     async with fleet(model, *engines) as stack:
@@ -180,6 +182,7 @@ async def test_without_a_tokenizer_events_are_left_alone_and_that_is_said(model:
     assert "tokenizer" in caplog.text
 
 
+@pytest.mark.replaces
 async def test_a_worker_that_is_back_without_its_cache_counts_as_cold(model: Path) -> None:
     engine, other = Engine(), Engine()
     async with fleet(model, engine, other) as stack:
@@ -196,6 +199,7 @@ async def test_a_worker_that_is_back_without_its_cache_counts_as_cold(model: Pat
         assert (await chosen(stack, LONG))[1] == 0
 
 
+@pytest.mark.replaces
 async def test_a_worker_that_was_only_thought_to_be_down_keeps_what_it_has(model: Path) -> None:
     engine, other = Engine(), Engine()
     async with fleet(model, engine, other) as stack:
@@ -279,6 +283,7 @@ async def test_a_refused_request_leaves_no_prediction_behind(model: Path) -> Non
         assert not blocks._expected and not stack.router.index.match(Engine.tokens.prompt(CHAT, body(LONG)).chain.hashes).get(blocks.holder)  # type: ignore[union-attr]
 
 
+@pytest.mark.replaces
 async def test_a_salted_prompt_is_another_prompt(model: Path) -> None:
     engine = Engine()
     async with fleet(model, engine) as stack:

@@ -147,6 +147,7 @@ def nothing_pending(gateway: Stack) -> bool:
 # --- the server forgets, refuses, is full ---
 
 
+@pytest.mark.replaces
 async def test_script_flush_under_load_goes_unnoticed(redis: RedisServer) -> None:
     async with gateways_over({"url": redis.url, "deadline_ms": PATIENT_MS}) as (first, second):
         async with Load(first, second) as load:
@@ -159,6 +160,7 @@ async def test_script_flush_under_load_goes_unnoticed(redis: RedisServer) -> Non
         await know_of_each_other(first, second, "after it")
 
 
+@pytest.mark.replaces
 async def test_a_full_redis_takes_no_blocks_and_still_answers(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_index, "REFILL_S", 0.1)
     async with gateways_over({"url": redis.url, "deadline_ms": PATIENT_MS}, workers=4) as (first, second):
@@ -185,6 +187,7 @@ def make_user(redis: RedisServer, *rights: str) -> None:
     redis.admin("ACL", "SETUSER", "gateway", "reset", "on", ">the-password", "~{wr:*", "&{wr:*", *rights)
 
 
+@pytest.mark.replaces
 async def test_a_user_who_may_not_script_and_then_not_even_eval(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
