@@ -84,10 +84,18 @@ def cpu_ms(operation: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return (time.process_time() - begin) * 1e3, result
 
 
+def prompt_length(renderer: Renderer, tokenizer: PromptTokenizer, session: Session) -> int:
+    """Tokens of the session's prompt."""
+    return len(tokenizer.encode(str(renderer.render(CHAT, orjson.loads(session.body())).prompt))) // 4
+
+
 def measure(renderer: Renderer, tokenizer: PromptTokenizer, history: int, new: int, turns: int) -> dict[str, Any]:
     """Median milliseconds of CPU by part."""
     session = Session(tokenizer, seed=history + new)
-    session.grow(history - len(tokenizer.encode(renderer.render(CHAT, orjson.loads(session.body())).prompt)) // 4)  # type: ignore[arg-type]
+    while (lacking := history - prompt_length(renderer, tokenizer, session)) > history // 200:  # words are not quite tokens
+        session.grow(lacking)
+    while prompt_length(renderer, tokenizer, session) > history:
+        session.messages = session.messages[:-2]
     seed = token_seed()
     tokenizer.chain(str(renderer.render(CHAT, orjson.loads(session.body())).prompt), seed, BLOCK_TOKENS)
     whole = load_backend(tokenizer.directory)
