@@ -21,7 +21,7 @@ from routing.fleet import Worker
 # A session idle for longer than this quantile of the gaps between an answer and the next turn is asleep: an engine evicts what was used
 # least recently, so that it takes no room from those that are awake.
 GAP_QUANTILE = 0.95
-LEAST_AWAKE_S = 30.0
+LEAST_AWAKE_S = 2.0
 _GAPS = 512
 _MOST_LOOKED_AT = 8
 _MOST_CLAIMS = 10_000
@@ -67,7 +67,7 @@ class Session:
 
     __slots__ = (
         "awake", "claim", "context", "elsewhere", "home", "id", "idle_since", "in_flight",
-        "key", "last_seen", "leaf", "regret", "root", "shared", "turns",
+        "key", "last_seen", "leaf", "learned_turns", "regret", "root", "shared", "turns",
     )  # fmt: skip
 
     def __init__(self, key: Hashable, root: int, now: float):
@@ -78,6 +78,7 @@ class Session:
         self.context = 0.0  # largest prompt so far, tokens
         self.shared = 0.0  # of them were at its home before it came: others' beginning, which is there once for all
         self.turns = 0
+        self.learned_turns = 0  # when it last seemed to be over
         self.regret = 0.0  # seconds that staying at home has cost of late, see `policies`
         self.last_seen = now
         self.in_flight = 0  # requests under way
@@ -135,7 +136,7 @@ class SessionTable:
         self.gateway = ""  # this gateway's id
         self.others_live = 0  # sessions that the other gateways count
         self.new_claims: deque[tuple[bytes, int]] = deque(maxlen=_MOST_CLAIMS)  # session ids and turns, to be told
-        self.mean_turns = 20.0  # agent traces: mean 69 calls, median 45; learned from sessions that end
+        self.mean_turns = 20.0  # agent traces: mean 69 calls, median 45; learned from sessions that seem to be over
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -314,6 +315,7 @@ class SessionTable:
             del self._awake[session]
             self._leave_counts(session)
             session.awake = False
+            self._learn_turns(session)
 
     def _wake(self, session: Session) -> None:
         self._awake[session] = None
@@ -354,7 +356,15 @@ class SessionTable:
         if session.elsewhere:
             self._elsewhere -= 1
             return  # the gateway that counts it learns from its end
-        self.mean_turns += 0.02 * (session.turns - self.mean_turns)
+        self._learn_turns(session)
+
+    def _learn_turns(self, session: Session) -> None:
+        """A session seems to be over. One that went on after all has had so many turns more."""
+        if not session.learned_turns:
+            self.mean_turns += 0.02 * (session.turns - self.mean_turns)
+        else:
+            self.mean_turns += 0.02 * (session.turns - session.learned_turns)
+        session.learned_turns = session.turns
 
     def expire(self, now: float) -> None:
         """End sessions idle for longer than `ttl_s`."""

@@ -15,6 +15,8 @@ LEAST_LATER_USE = 0.1
 # A wait below this is no reason to leave a warm cache: nobody notices it, and a hiccup of this process or the network looks the same.
 LEAST_MOVE_S = 0.1
 TIE_S = 0.01  # a difference in waits below this is noise of clocks and networks
+# Of a running answer that is a second later, against a wait of a second, which delays the first token too (0.2 to 0.5 were as good).
+STALL_WEIGHT = 0.3
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
 
 
@@ -28,9 +30,11 @@ class Warm:
     own    prefill of what the worker does not hold. For a session's first turn, the part that another worker holds is a
            shared prefix: where there is room for it, it serves the sessions to come, so it is divided among them.
     c      arrivals/s per worker x (wait + own) / (1 - utilisation): the delay that one second of work adds to those who arrive
-           before the queue has drained. Near zero when idle, so idle workers are used freely; near saturation sessions hold still.
+           before the queue has drained; and a part of each request that decodes there, since a prefill stalls them. Near zero when
+           idle, so idle workers are used freely; near saturation sessions hold still.
     evict  seconds to recompute what no longer fits beside the contexts of the sessions that are awake there, at each of the turns
-           that a session has: whoever is evicted comes back, and evicts another.
+           that a session has: whoever is evicted comes back, and evicts another. That work delays others as this request's own does.
+           Of a shared prefix that is copied only this session's part counts.
     decode expected output x step time of the batch that it joins.
     crowd  the expected waits that this session and the others at home there will cause each other.
 
@@ -99,14 +103,16 @@ class Warm:
                 over, new = working_set - worker.capacity, total if held < 0.5 * total else 0.0
             else:
                 over, new = working_set + lacking - worker.capacity, lacking
+                if held < best_cached:
+                    new -= (best_cached - held) * repeated
             evict = 0.0
             if over > 0.0:
-                evict = (over if over < new else new) * token_s * turns
+                evict = (over if over < new else new) * token_s * turns * (1.0 + pressure * own)
             elif held < best_cached:
                 own -= (best_cached - held) * scale * (worker.per_token + 0.5 * worker.per_pair * (best_cached + held)) * repeated
             busy = prefilling or in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
             wait = worker.wait_s(now, total) if busy else 0.0
-            priced = own * pressure * (wait + own)
+            priced = own * (pressure * (wait + own) + STALL_WEIGHT * (in_flight - prefilling))
             decode = output_tokens * worker.joined_step_s(total)
             crowd = crowding * neighbours * token_s
             restored = restore.get(worker.id, 0.0) if restore else 0.0
