@@ -34,8 +34,11 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> Any:
     use_pool_secret("")  # of this process: other tests' chains need not be keyed, but must not change in their middle
 
 
+PATIENT_MS = 2000  # a deadline that a working server on a busy machine keeps
+
+
 def shared(redis: RedisServer, **settings: Any) -> dict[str, Any]:
-    return {"backend": "redis", "redis": {"url": redis.url, **settings}}
+    return {"backend": "redis", "redis": {"url": redis.url, "deadline_ms": PATIENT_MS, **settings}}
 
 
 async def quick(request: WorkerRequest) -> None:
