@@ -38,7 +38,7 @@ PATIENT_MS = 2000  # a deadline that a working server on a busy machine keeps
 
 
 def shared(redis: RedisServer, **settings: Any) -> dict[str, Any]:
-    return {"backend": "redis", "redis": {"url": redis.url, "deadline_ms": PATIENT_MS, **settings}}
+    return {"backend": "redis", "redis": {"url": redis.url, **settings}}
 
 
 async def quick(request: WorkerRequest) -> None:
@@ -94,7 +94,7 @@ async def written(*gateways: Stack) -> None:
 
 async def test_a_session_is_at_home_on_one_worker_whichever_gateway_its_turns_come_through(redis: RedisServer) -> None:
     workers = [ScriptedWorker(quick) for _ in range(4)]
-    async with pool(redis, 3, *workers) as gateways:
+    async with pool(redis, 3, *workers, index=shared(redis, deadline_ms=PATIENT_MS)) as gateways:
         for number in range(12):
             said: list[str] = []
             placed = set()
