@@ -26,11 +26,12 @@ $(VENV)/.locked: requirements.lock | $(BIN)/python
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.locked pyproject.toml
-	$(BIN)/python -m pip install -q --no-deps -e .
+	$(BIN)/python -m pip install -q --no-deps --config-settings editable_mode=compat -e .
 	@touch $@
 
 compile: setup
 	WARMROUTE_COMPILE=1 $(BIN)/python setup.py -q build_ext --inplace -j 2
+	@cd / && $(abspath $(BIN))/warmroute --version >/dev/null
 
 pure:
 	rm -rf build warmroute_*.so gateway/*.so routing/*.so routing/policies/*.so
@@ -46,6 +47,7 @@ test: setup
 # the same tests of what `make compile` compiles
 test-compiled: compile
 	$(BIN)/python -m pytest -n auto -m "not e2e and not slow and not engine and not replaces" tests/gateway tests/routing $(ARGS)
+	$(BIN)/python -m pytest tests/gateway/test_processes.py $(ARGS)
 
 test-e2e: setup
 	$(BIN)/python -m pytest -n auto -m "slow and not e2e" $(ARGS)

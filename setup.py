@@ -14,7 +14,7 @@ ROUTING = [
         "tickets", "trust",
     )
 ]  # fmt: skip
-GATEWAY = [f"gateway/{name}.py" for name in ("body", "connection", "dialects", "inference", "metrics", "outbox", "session_key", "upstream")]
+GATEWAY = [f"gateway/{name}.py" for name in ("body", "connection", "dialects", "inference", "outbox", "session_key", "upstream")]
 
 extensions = []
 if os.environ.get("WARMROUTE_COMPILE") == "1":

@@ -258,7 +258,7 @@ class Agent:
             await self._stop_feeds()
             self._block_tokens = block_tokens
             name = self.registration.id
-            names = [name] if len(sources) < 2 else [f"{name}#{rank}" for rank in range(len(sources))]
+            names = [name] if len(sources) == 1 else [f"{name}#{rank}" for rank in range(len(sources))]
             profile = self.endpoint.profile
             self._feeds = [
                 CacheFeed(source, Worker(rank_name, profile), index, block_tokens) for source, rank_name in zip(sources, names, strict=True)

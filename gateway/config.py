@@ -435,7 +435,8 @@ def reason(error: ValidationError) -> str:
 def _is_of_another_kind(fault: Any) -> bool:
     """Whether this says only that a mapping is no word, or a word no mapping: the union's other member says what is wrong."""
     kind, given = fault["type"], fault.get("input")
-    return (kind == "literal_error" and isinstance(given, dict)) or (kind.startswith("model_") and isinstance(given, str))
+    in_union = any(isinstance(part, str) and _UNION_MEMBER.match(part) for part in fault["loc"])
+    return in_union and ((kind == "literal_error" and isinstance(given, dict)) or (kind.startswith("model_") and isinstance(given, str)))
 
 
 _UNION_MEMBER = re.compile(r"(LatencyModel|KVEvents|Speculation|str)$|literal\[")
@@ -462,6 +463,8 @@ def _reason(fault: Any, location: list[Any]) -> str:
         return f"unknown key; {hint}"
     if kind == "missing":
         return "is required; add it"
+    if kind.startswith("model_"):
+        return f"must be a mapping of settings; known keys: {', '.join(_known_keys(location))}"
     message = fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
     shown = f" (got {given!r})" if isinstance(given, str | int | float | bool) and not _may_hold_a_secret(given, location) else ""

@@ -188,6 +188,12 @@ def test_a_gateway_by_itself_needs_no_secret(tmp_path: Path, monkeypatch: pytest
     assert CliRunner().invoke(main, ["check-config", str(write(tmp_path, text))]).stderr == ""
 
 
+@pytest.mark.parametrize("text", ["workers: ['http://gpu1:8000']", "models: [coder]", "index: redis"])
+def test_a_word_where_settings_belong_is_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping of settings; known keys: "):
+        load(write(tmp_path, text))
+
+
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, "listen:\n  prot: 1\nindex:\n  ttl: 1\n"))

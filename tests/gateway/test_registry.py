@@ -305,6 +305,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), "qwen")
 
 
+async def test_an_engine_without_events_is_registered_all_the_same(redis: RedisServer) -> None:
+    async with ScriptedWorker(answer) as engine, running(settings(redis)) as stack, agent(redis, engine.url, kv_events="auto"):
+        await until(lambda: up(stack) == {engine.id}, "the worker")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("ranks", [1, 2])
