@@ -98,9 +98,8 @@ def serve(
         sys.exit(3)
 
 
-def stale_modules() -> list[str]:
+def stale_modules(root: Path = Path(__file__).parent.parent) -> list[str]:
     """Sources in a checkout that were compiled before they were last changed: Python would go on with the old."""
-    root = Path(__file__).parent.parent
     if not (root / "setup.py").exists():  # installed from a wheel, where both are of one time
         return []
     compiled = [path for package in ("gateway", "routing") for path in (root / package).rglob("*.so")]

@@ -201,7 +201,7 @@ class EngineBlocks:
             elif event.kv_cache_spec_kind in FULL_KINDS and self._groups.get(self._main):
                 self._promote(event)  # a full attention group after all: the chain is its, not the window group's
             return
-        ends = self._known_ends(hashes) if rank else None
+        ends: Sequence[_End] | None = self._known_ends(hashes) if rank else None
         if ends is None:
             ends = self._ends(event)
         if ends:
@@ -227,7 +227,7 @@ class EngineBlocks:
                 return end
         return None
 
-    def _ends(self, event: BlockStored) -> list[_End] | None:
+    def _ends(self, event: BlockStored) -> Sequence[_End] | None:
         """Where the event's blocks end in the own chain; None (and counted) where that cannot be said."""
         hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
         count = len(hashes)
@@ -260,7 +260,7 @@ class EngineBlocks:
             self.orphaned += count
             return None
         if size == self.block_tokens and not keys.by_block and type(parent) is int:
-            return [*block_hashes(data, self._block_bytes, parent)]
+            return block_hashes(data, self._block_bytes, parent)
         return self._ends_by_block(count, data, TOKEN_BYTES * size, parent, keys.by_block)
 
     def _ends_by_block(self, count: int, data: bytes, size: int, end: _End, keys: dict[int, bytes]) -> list[_End]:
@@ -284,7 +284,7 @@ class EngineBlocks:
             ends.append(end)
         return ends
 
-    def _hold(self, rank: int, hashes: list[EngineHash], ends: list[_End]) -> None:
+    def _hold(self, rank: int, hashes: list[EngineHash], ends: Sequence[_End]) -> None:
         tier = self._tiers[rank] or self._open_tier(rank)
         if tier.ends.keys().isdisjoint(hashes):
             tier.ends.update(zip(hashes, ends, strict=False))

@@ -23,6 +23,7 @@ from routing.fleet import Worker
 GAP_QUANTILE = 0.95
 LEAST_AWAKE_S = 2.0
 _GAPS = 512
+_REFRESH_GAPS = 64  # a few short gaps at the beginning say nothing of the long ones
 _MOST_LOOKED_AT = 8
 _MOST_CLAIMS = 10_000
 _RECORD = struct.Struct("<BIfffBB")  # version, turns, context, shared, regret, lengths of the two names that follow
@@ -128,7 +129,7 @@ class SessionTable:
         self._sharing: Counter[int] = Counter()
         self._awake: OrderedDict[Session, None] = OrderedDict()  # those that were looked at least recently first
         self._gaps: deque[float] = deque(maxlen=_GAPS)  # seconds from an answer to the next turn
-        self._until_refresh = 0
+        self._until_refresh = _REFRESH_GAPS
         self.awake_s = ttl_s  # idle for longer is asleep; learned
         self._next_expiry = 0.0
         self._by_id: dict[bytes, Session] = {}
@@ -297,8 +298,8 @@ class SessionTable:
     def _note_gap(self, seconds: float) -> None:
         self._gaps.append(seconds)
         self._until_refresh -= 1
-        if self._until_refresh < 0:
-            self._until_refresh = 64
+        if not self._until_refresh:
+            self._until_refresh = _REFRESH_GAPS
             gaps = sorted(self._gaps)
             self.awake_s = min(self.ttl_s, max(LEAST_AWAKE_S, gaps[int(GAP_QUANTILE * (len(gaps) - 1))]))
 
@@ -315,7 +316,8 @@ class SessionTable:
             del self._awake[session]
             self._leave_counts(session)
             session.awake = False
-            self._learn_turns(session)
+            if not session.elsewhere:  # else the gateway that counts it learns
+                self._learn_turns(session)
 
     def _wake(self, session: Session) -> None:
         self._awake[session] = None
@@ -360,10 +362,7 @@ class SessionTable:
 
     def _learn_turns(self, session: Session) -> None:
         """A session seems to be over. One that went on after all has had so many turns more."""
-        if not session.learned_turns:
-            self.mean_turns += 0.02 * (session.turns - self.mean_turns)
-        else:
-            self.mean_turns += 0.02 * (session.turns - session.learned_turns)
+        self.mean_turns += 0.02 * (session.turns - (session.learned_turns or self.mean_turns))
         session.learned_turns = session.turns
 
     def expire(self, now: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from gateway.cli import main
+from gateway.cli import main, stale_modules
 from gateway.config import ConfigError, load
 
 GOOD = """\
@@ -239,3 +240,16 @@ def test_a_fault_in_the_environment_is_one_line_without_the_secret_for_every_com
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     assert "must not hold a password" in result.output and "hunter2" not in result.output
+
+
+def test_sources_that_were_changed_after_they_were_compiled_are_told(tmp_path: Path) -> None:
+    package = tmp_path / "routing" / "policies"
+    package.mkdir(parents=True)
+    for name in ("warm.py", "warm.cpython-311-x86_64-linux-gnu.so", "llmd.py"):
+        (package / name).touch()
+    os.utime(package / "warm.py", (2_000_000_000, 2_000_000_000))
+    assert stale_modules(tmp_path) == []  # no checkout
+    (tmp_path / "setup.py").touch()
+    assert stale_modules(tmp_path) == ["routing/policies/warm.py"]
+    os.utime(package / "warm.cpython-311-x86_64-linux-gnu.so", (2_000_000_001, 2_000_000_001))
+    assert stale_modules(tmp_path) == []
