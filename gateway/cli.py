@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import uvloop
+import yaml
 from pydantic import ValidationError
 
 from gateway.agentcli import agent_command
@@ -93,7 +94,15 @@ def serve(
     except (TokenizerError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     server = Server(gateway, config.listen, on_started=started)
-    uvloop.run(server.serve())
+    try:
+        uvloop.run(server.serve())
+    except KeyboardInterrupt:  # it has shut down in order
+        return
+    except SystemExit:
+        if server.started:
+            raise
+        where = f"{config.listen.host}:{config.listen.port}"
+        raise click.ClickException(f"cannot listen on {where}: see above; --host and --port choose another address") from None
     if not server.started:
         sys.exit(3)
 
@@ -124,11 +133,24 @@ def check_config(path: Path) -> None:
 
     A secret that is not in the environment is only a warning: it need not be where the file is checked.
     """
+    if _is_engine_profile(path):
+        raise click.ClickException(
+            f"{path} is the profile of an engine, not a gateway's file: warmroute worker launch {path} --print checks it"
+        )
     config = load_or_exit(path)
     for warning in missing_secrets(config):
         click.echo(f"{path}: warning: {warning}", err=True)
     models = {worker.model for worker in config.workers if worker.model} | {model.name for model in config.models}
     click.echo(f"{path}: ok ({len(config.workers)} workers, models: {', '.join(sorted(models)) or 'discovered from the workers'})")
+
+
+def _is_engine_profile(path: Path) -> bool:
+    """Whether a file is meant for `warmroute worker launch`."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # for the reader of configurations to say what is wrong
+    return isinstance(content, dict) and "engine" in content and not content.keys() & Config.model_fields.keys()
 
 
 main.add_command(doctor_command)

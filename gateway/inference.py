@@ -379,7 +379,9 @@ class Inference:
     def _no_worker(self, none: NoWorker, model: str) -> _Failed | BadRequest:
         names = self.fleet.model_names()
         if none.known or not names:
-            return _Failed(503, "no worker is available for this model now; try again", "no_worker_available", retry_after_s=2.0)
+            return _Failed(
+                503, "no worker of this model is up now; try again, and see /ready for which are", "no_worker_available", retry_after_s=2.0
+            )
         return BadRequest(
             f"the model {model!r} does not exist; available: {', '.join(names[:20])}", status=404, code="model_not_found", param="model"
         )

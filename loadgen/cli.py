@@ -35,6 +35,7 @@ except ImportError:  # not on Windows
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="warmroute")
 def main() -> None:
     """Traces of coding agents: their replay against an OpenAI-compatible server, and simulated fleets that serve them.
 

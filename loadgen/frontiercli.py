@@ -98,7 +98,10 @@ def frontier_command(
             json_file.write_bytes(orjson.dumps(to_json(found), option=orjson.OPT_INDENT_2) + b"\n")
     except (ResultsError, FrontierError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    Console().print(console(found))
+    terminal = Console()
+    if not terminal.is_terminal:
+        terminal.width = max(terminal.width, 140)  # a pipe has no edge to fold at
+    terminal.print(console(found))
     for file in [*([page] if page else []), *images, *([json_file] if json_file else [])]:
         click.echo(f"written: {file}", err=True)
 

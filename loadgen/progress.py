@@ -62,6 +62,8 @@ def _state(progress: Progress, share: float) -> str:
     parts.append(f"TTFT p50 {seconds(progress.ttft_p50_s)}")
     if progress.errors:
         parts.append(f"{progress.errors} errors")
-    if 0.02 < share < 1:
+    if progress.duration_s and progress.elapsed_s >= progress.duration_s:
+        parts.append(f"time is up, {progress.in_flight} answers awaited")
+    elif 0.02 < share < 1:
         parts.append(f"{progress.elapsed_s / share - progress.elapsed_s:.0f} s left")
     return ", ".join(parts)

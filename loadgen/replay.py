@@ -91,6 +91,7 @@ class Progress:
     hit_rate: float | None
     hit_bound: float | None
     ttft_p50_s: float | None
+    in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -393,6 +394,7 @@ class _Run:
             hit_rate=collector.hit_rate,
             hit_bound=collector.hit_bound,
             ttft_p50_s=collector.ttft.percentile(50),
+            in_flight=self._in_flight,
         )
 
     async def _report(self, on_progress: Callable[[Progress], None]) -> None:

@@ -41,6 +41,7 @@ class Endpoint:
     loras: frozenset[str] = frozenset()  # those of the models that are LoRA adapters
     kv_sources: list[KVEventSource] = field(default_factory=list)  # by data-parallel rank
     up: bool = False
+    told: bool = False  # whether the log has said yet that it is up or down
     running: float = 0.0
     waiting: float = 0.0
     kv_use: float = 0.0
@@ -199,7 +200,7 @@ class Monitor:
             endpoint.probe_s = loop.time() - started
             if not endpoint.up:
                 await self._discover(endpoint)
-                endpoint.up = True
+                endpoint.up = endpoint.told = True
                 logger.info("worker %s is up (models: %s)", endpoint.id, ", ".join(endpoint.models) or "none")
                 await self._tell(endpoint, "up")
             return True
@@ -215,6 +216,9 @@ class Monitor:
 
     async def mark_down(self, endpoint: Endpoint, why: str) -> None:
         """Take a worker out until a probe succeeds again."""
+        if not endpoint.up and not endpoint.told:
+            endpoint.told = True
+            logger.warning("worker %s is not up: %s; it is used once /health answers", endpoint.id, why)
         if endpoint.up:
             endpoint.up = False
             logger.warning("worker %s is down: %s", endpoint.id, why)

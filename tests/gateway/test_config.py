@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from gateway.cli import main, stale_modules
 from gateway.config import ConfigError, load
 
+PROFILES = Path(__file__).parent.parent.parent / "deploy" / "profiles"
+
 GOOD = """\
 listen:
   port: 9000
@@ -220,6 +222,12 @@ def test_check_config_says_what_it_found(tmp_path: Path) -> None:
     checked = CliRunner().invoke(main, ["check-config", str(write(tmp_path, GOOD))])
     assert checked.exit_code == 0
     assert "2 workers" in checked.output and "qwen" in checked.output
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_engines_profile_is_told_from_a_gateways_file(profile: Path) -> None:
+    checked = CliRunner().invoke(main, ["check-config", str(profile)])
+    assert checked.exit_code == 1 and f"warmroute worker launch {profile} --print" in checked.output
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

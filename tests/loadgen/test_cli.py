@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from pathlib import Path
@@ -8,8 +9,11 @@ from pathlib import Path
 import orjson
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from loadgen import cli
+from loadgen.progress import ProgressView
+from loadgen.replay import Progress
 from tests.loadgen.fake_worker import FakeWorker
 
 
@@ -124,3 +128,10 @@ async def test_an_interrupt_ends_the_run_and_keeps_its_figures(trace: Path) -> N
         result = await task
     assert result.runs["current"].interrupted
     assert result.runs["current"].requests >= 1
+
+
+def test_a_replay_whose_time_is_up_says_what_it_waits_for() -> None:
+    shown = io.StringIO()
+    with ProgressView(Console(file=shown)) as view:
+        view(Progress("warm", 90, None, 61.0, 60.0, 0, 0.9, 0.95, 0.1, in_flight=7))
+    assert "time is up, 7 answers awaited" in shown.getvalue()

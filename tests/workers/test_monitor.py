@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from tests.stack import ScriptedWorker, until
 from workers.monitor import Endpoint, Monitor, kv_capacity, parse_samples
 from workers.profile import WorkerProfile
@@ -92,6 +94,15 @@ async def test_a_silent_worker_is_down_after_several_probes_and_not_before() -> 
         assert max(failed) >= 1  # one failed probe had not been enough
         worker.silent = False
         await until(lambda: endpoint.up, "up")
+
+
+async def test_a_worker_that_is_not_up_at_the_start_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedWorker() as worker:
+        await worker.stop()
+        async with watched(worker) as (endpoint, changes):
+            await until(lambda: endpoint.failures > 3)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["worker w is not up"]
+    assert changes == []
 
 
 async def test_a_worker_that_is_not_there_yet_is_found_when_it_comes() -> None:
