@@ -2,8 +2,10 @@
 
 The agentic trace is replayed through one gateway, through three that share an index by Redis, and through three that share nothing,
 every request going to one of them at random; then bursts of cold requests with one shared prefix, which tempt gateways that see the
-same state to pick the same worker. All programs are started by their command lines: a redis-server, four simulated workers and the
-gateways, each mode with new ones. A seed gives every mode the same load; figures are medians over the seeds.
+same state to pick the same worker. First 20 in a row: the sessions of each are still awake for the gateways when the next comes, and
+soon fill the workers' caches as far as these can tell. Then each on its own: before it, the gateways forget what they have sent.
+All programs are started by their command lines: a redis-server, four simulated workers and the gateways, each mode with new ones.
+A seed gives every mode the same load; figures are medians over the seeds.
 
 Imbalance is the busiest worker's requests over the mean of all workers, of a replay as a whole and of each burst.
 """
@@ -49,6 +51,7 @@ RAMP_S = 5.0
 BURST_PREFIX_TOKENS = 8_000
 BURST_OWN_TOKENS = 500
 BURST_OUTPUT_TOKENS = 16
+IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ async def play(urls: list[str], seed: int, requests: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def burst(urls: list[str], seed: int, bursts: int, size: int) -> dict[str, Any]:
-    """Bursts of cold requests, each burst with one prefix of its own; the next begins when all of the one before are answered."""
+async def burst(urls: list[str], seed: int, bursts: int, size: int, forget: bool) -> dict[str, Any]:
+    """Bursts of cold requests, each burst with one prefix of its own; the next begins when all of the one before are answered, and
+    with `forget` the gateways know nothing of these any more."""
     rng = random.Random(seed)
     salt = secrets.token_hex(4)
     clients = [StreamClient(url) for url in urls]
@@ -135,6 +139,9 @@ async def burst(urls: list[str], seed: int, bursts: int, size: int) -> dict[str,
         for client in clients:
             stack.enter_context(closing(client))
         for number in range(bursts):
+            if forget:
+                await asyncio.to_thread(reset, urls)
+                await asyncio.sleep(0.2)  # the last messages of the burst before
             prefix = block_text(number, BURST_PREFIX_TOKENS, seed_of(salt, "prefix"))
             bodies = [burst_body(prefix, block_text(n, BURST_OWN_TOKENS, seed_of(salt, number))) for n in range(size)]
             got: list[Answer] = await asyncio.gather(*(rng.choice(clients).post("/v1/chat/completions", body) for body in bodies))
@@ -147,6 +154,12 @@ async def burst(urls: list[str], seed: int, bursts: int, size: int) -> dict[str,
         "ttft_p50_s": percentile(ttfts, 50), "ttft_p99_s": percentile(ttfts, 99),
         "errors": sum(answer.error is not None for answer in answers),
     }  # fmt: skip
+
+
+def reset(urls: list[str]) -> None:
+    """Let the gateways forget what they have sent (a switch of the policy does)."""
+    for url in urls:
+        httpx.put(f"{url}/admin/policy", json={"policy": "warm"}, trust_env=False).raise_for_status()
 
 
 def burst_body(prefix: str, own: str) -> bytes:
@@ -176,12 +189,15 @@ def show(results: dict[str, dict[str, Any]], bursts: int, size: int) -> None:
         times = f"{seconds(run['ttft_p50_s']):>11}{seconds(run['ttft_p90_s']):>9}{seconds(run['ttft_p99_s']):>9}"
         rates = f"{run['hit_rate']:>9.1%}{run['hit_bound']:>8.1%}{run['hit_bound_lru']:>8.1%}"
         print(f"{name:26}{rates}{times}{run['imbalance']:>14.2f}{run['errors']:>8}" + ("  sent late" if run["degraded"] else ""))
-    if not bursts:
-        return
-    print(f"\n{bursts} bursts of {size} cold requests with one prefix")
+    for kind, number, how in (("in_a_row", IN_A_ROW, "one after the other"), ("bursts", bursts, "each on its own")):
+        if bursts:
+            print(f"\n{number} bursts of {size} cold requests with one prefix, {how}")
+            show_bursts({name: result[kind] for name, result in results.items()})
+
+
+def show_bursts(results: dict[str, dict[str, Any]]) -> None:
     print(f"{'':26}{'busiest/mean p50':>18}{'p99':>7}{'TTFT p50':>11}{'p99':>9}{'errors':>8}")
-    for name, result in results.items():
-        run = result["bursts"]
+    for name, run in results.items():
         times = f"{seconds(run['ttft_p50_s']):>11}{seconds(run['ttft_p99_s']):>9}"
         print(f"{name:26}{run['imbalance_p50']:>18.2f}{run['imbalance_p99']:>7.2f}{times}{run['errors']:>8}")
 
@@ -191,7 +207,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)} (default: all)")
     parser.add_argument("--gateways", type=int, default=3, help="where there are several (default: 3)")
     parser.add_argument("--requests", type=int, default=800, help="of the trace (default: 800)")
-    parser.add_argument("--bursts", type=int, default=20, help="0: none (default: 20)")
+    parser.add_argument("--bursts", type=int, default=100, help="on their own; 0: none of either kind (default: 100)")
     parser.add_argument("--burst-size", type=int, default=64, metavar="N", help="requests of a burst (default: 64)")
     parser.add_argument("--seeds", default="0", help="comma-separated (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
@@ -206,7 +222,8 @@ def main() -> None:
                 with running(mode, redis) as urls:
                     run = {"replay": uvloop.run(play(urls, seed, options.requests))}
                     if options.bursts:
-                        run["bursts"] = uvloop.run(burst(urls, seed, options.bursts, options.burst_size))
+                        run["in_a_row"] = uvloop.run(burst(urls, seed, IN_A_ROW, options.burst_size, False))
+                        run["bursts"] = uvloop.run(burst(urls, seed + 1, options.bursts, options.burst_size, True))
                     runs[mode.name].append(run)
     results = {name: {kind: medians([run[kind] for run in each]) for kind in each[0]} for name, each in runs.items()}
     print(f"{WORKERS} simulated workers, {LIVE_SESSIONS} live sessions, {options.requests} requests of {TRACE.name}, seeds {options.seeds}")

@@ -84,16 +84,14 @@ class Reservation:
             worker.decoding += 1
             worker.touched.add(worker)
 
-    def shorten(self, seconds: float) -> None:
-        """So much of the prefill turns out to be another request's."""
+    def recount(self, prefill_s: float, uncached: float) -> None:
+        """The prefill turns out to be of so many seconds and tokens: what it shares with another request is that one's, or is not."""
         if self.phase == self.PREFILL:
-            seconds = min(seconds, self.prefill_s)
-            tokens = self.uncached * seconds / self.prefill_s if self.prefill_s else 0.0
-            self.uncached -= tokens
-            self.worker.pending_tokens -= tokens
-            self.prefill_s -= seconds
-            self.worker.pending_s -= seconds
-            self.worker.touched.add(self.worker)
+            worker = self.worker
+            worker.pending_tokens += uncached - self.uncached
+            worker.pending_s += prefill_s - self.prefill_s
+            self.prefill_s, self.uncached = prefill_s, uncached
+            worker.touched.add(worker)
 
     def release(self, now: float) -> None:
         """The request is over, however it ended."""

@@ -130,7 +130,10 @@ class Others:
         shares = {worker: Share.read(numbers) for worker, numbers in message["workers"].items()}
         taken = [(bytes.fromhex(session_id), _count(turns)) for session_id, turns in message["taken"]]
         seen = {worker: (_logs(prefill), _logs(decode)) for worker, (prefill, decode) in message["seen"].items()}
-        placed = [(_count(ticket, _MOST_INT), str(worker), _count(root, _MOST_INT)) for ticket, worker, root in message["placed"]]
+        placed = [
+            (_count(ticket, _MOST_INT), str(worker), _count(root, _MOST_INT), _count(held))
+            for ticket, worker, root, held in message["placed"]
+        ]
 
         gateway = self._gateways.get(name)
         if gateway is None:
@@ -154,9 +157,10 @@ class Others:
         for worker_id, (prefill, decode) in seen.items():
             if (worker := known.get(worker_id)) is not None:
                 worker.learn(prefill, decode)
-        for ticket, worker_id, root in placed:
+        for ticket, worker_id, root, held in placed:
             if (worker := known.get(worker_id)) is not None:
-                self.router.tickets.told(ticket, root, worker, now)
+                self.router.tickets.told(ticket, root, worker, held, now)
+        self.router.tickets.settle(now)
         gateway.rates, gateway.sessions = rates, sessions
         for session_id, turns in taken:
             self.router.sessions.claimed(session_id, turns, name)

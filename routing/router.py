@@ -240,6 +240,7 @@ class Router:
         """The worker died or restarted: nothing is cached there, and its sessions have no home."""
         self.memory.forget(worker.id)
         self.sessions.forget_home(worker)
+        self.tickets.lost_cache(worker)
 
     @property
     def models(self) -> list[str]:
@@ -416,11 +417,12 @@ class Router:
         unheard = tickets.unheard(request.ticket, now)
         # what new sessions like this one begin with: the longest that two workers hold, since the longest of all may be a turn of this one
         common = sorted([0.0, *cached.values()])[-2 if len(cached) > 1 else -1]
-        sent_to = tickets.begin_alike(root, common, total, now)
+        sent_to = tickets.begin_alike(root, common, cached, candidates, total, now)
         if common:
             for worker in sent_to:
                 cached[worker.id] = max(common, cached.get(worker.id, 0.0))
         placement.crowded = bool(unheard) or tickets.crowded
+        placement.waits = tickets.waits(root, total, now)
         for ticket in unheard:
             worker = self.policy.rank(placement, candidates)[0][4]
             held = cached.get(worker.id, 0.0)
@@ -429,6 +431,7 @@ class Router:
             sent_to.add(worker)
             if common > held:
                 cached[worker.id] = common
+            placement.waits = tickets.waits(root, total, now)
         return sent_to
 
     def failed(self, decision: Decision) -> None:

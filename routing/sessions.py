@@ -106,7 +106,7 @@ class Session:
     def begins_as_others(self, tokens: float) -> None:
         """So many tokens of it turn out to be others' beginning, which its home holds once for all."""
         before = self.footprint
-        self.shared = max(self.shared, tokens)
+        self.shared = tokens
         if self.home is not None and self.awake and not self.elsewhere:
             self.home.working_set += self.footprint - before
             self.home.touched.add(self.home)

@@ -346,7 +346,7 @@ class _Simulator:
             return 0.0
         turn.prefiller.engine.cache.insert(turn.hashes[: int(chosen.cached) // self._block])
         worker, total = decision.worker, decision.prompt_tokens
-        decision.reservation.shorten(decision.prefill_s - worker.prefill_s(total - chosen.cached, total))
+        decision.reservation.recount(worker.prefill_s(total - chosen.cached, total), total - chosen.cached)
         return chosen.restore
 
     def _begin_window(self) -> None:

@@ -24,6 +24,7 @@ class Placement:
     now: float
     restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
     crowded: bool = False  # other gateways are placing new sessions in these milliseconds
+    waits: Mapping[Worker, float] | None = None  # seconds, where what a worker itself tells is not settled yet: see `tickets`
 
 
 class Terms(NamedTuple):

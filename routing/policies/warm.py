@@ -77,7 +77,7 @@ class Warm:
             met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
             crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (sessions.live * usual_token_s)
         output_tokens = placement.output_tokens * placement.decode_weight
-        turns = sessions.mean_turns
+        turns, waits = sessions.mean_turns, placement.waits
         # a session that has come over from another gateway is still counted there, too
         itself = 2 if session is not None and session.id is not None and not session.claim else 1
 
@@ -112,6 +112,8 @@ class Warm:
                 own -= (best_cached - held) * scale * (worker.per_token + 0.5 * worker.per_pair * (best_cached + held)) * repeated
             busy = prefilling or in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
             wait = worker.wait_s(now, total) if busy else 0.0
+            if waits is not None and worker in waits and in_flight < worker.slots and worker.active_tokens + total <= worker.capacity:
+                wait = waits[worker]
             priced = own * (pressure * (wait + own) + STALL_WEIGHT * (in_flight - prefilling))
             decode = output_tokens * worker.joined_step_s(total)
             crowd = crowding * neighbours * token_s

@@ -148,7 +148,7 @@ def test_numbers_that_would_overflow_are_malformed(place: str) -> None:
         says_b.heard({**good, "gateway": name, **bad}, 0.0)
     assert says_b.malformed == 2 and len(says_b) == 0
     b.decide(request(blocks(4), "t"), 0.0)
-    says_b.heard({**good, "placed": [[2**40, "w0", 2**64 - 1]]}, 0.0)  # tickets and block hashes may be as great
+    says_b.heard({**good, "placed": [[2**40, "w0", 2**64 - 1, 10]]}, 0.0)  # tickets and block hashes may be as great
     assert says_b.malformed == 2
 
 

@@ -104,7 +104,7 @@ def test_prefill_work_ends_with_the_first_token_and_is_never_left_over() -> None
     assert worker.pending_tokens == 870.0
     first.first_token(1.0)
     assert worker.pending_tokens == 570.0
-    second.shorten(second.prefill_s / 2)
+    second.recount(second.prefill_s / 2, second.uncached / 2)
     assert worker.pending_tokens == pytest.approx(320.0)
     for reservation in (third, second, first):
         reservation.release(2.0)

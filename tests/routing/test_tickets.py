@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_request_that_is_placed_again_uses_its_ticket_once() -> None:
     first = router.decide(asked, 0.0)
     first.reservation.release(0.1)
     router.decide(asked, 0.1, exclude=[first.worker])
-    assert [ticket for ticket, _, _ in router.tickets.placed] == [1]
+    assert [ticket for ticket, *_ in router.tickets.placed] == [1]
 
 
 def test_a_shared_beginning_that_two_gateways_send_to_one_worker_is_counted_once() -> None:
@@ -96,6 +97,60 @@ def test_a_shared_beginning_that_two_gateways_send_to_one_worker_is_counted_once
     assert a.workers["w0"].wait_s(0.0) == pytest.approx(expected, rel=0.01) == b.workers["w0"].wait_s(0.0)
     for worker in (a.workers["w0"], b.workers["w0"]):
         assert worker.working_set + worker.others_working_set == pytest.approx(alone.workers["w0"].working_set, abs=4)
+
+
+def test_a_shared_beginning_that_nobody_else_computes_after_all_is_counted() -> None:
+    """Thought to be behind another gateway's session, which then went elsewhere."""
+    a, b = new_router(2), new_router(2)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    a.set_up(a.workers["w0"], False)  # so that it does not do what the other assumes
+    prefix = blocks(60)
+    place(a, prefix + blocks(4), "s1", 1)
+    place(b, prefix + blocks(4), "s2", 2)
+    behind = place(b, prefix + blocks(4), "s3", 3)
+    worker = b.workers["w0"]
+    assert behind.worker is worker and behind.cached_tokens > 0.0
+    tell(says_a, says_b, 0.005)
+    assert behind.reservation.prefill_s == pytest.approx(worker.prefill_s(behind.prompt_tokens, behind.prompt_tokens))
+    assert worker.wait_s(0.005) == pytest.approx(behind.reservation.prefill_s, rel=0.1)
+    assert worker.working_set == pytest.approx(behind.prompt_tokens)
+
+
+@pytest.mark.parametrize("known", [0, 60])
+@pytest.mark.parametrize("seed", range(10))
+def test_gateways_that_have_heard_of_other_things_agree_in_how_long_each_worker_is_busy(seed: int, known: int) -> None:
+    """Whichever of them was the first to send such a session to a worker, and whatever it thought of the others."""
+    rng = random.Random(seed)
+    alone, routers = new_router(4), [new_router(4) for _ in range(3)]
+    gateways = [Others(router, f"g{n}") for n, router in enumerate(routers)]
+    prefix = blocks(60)
+    held = {f"w{n}": known for n in range(4)} if known else None
+    for number in range(1, 25):
+        who = rng.randrange(3)
+        asked = request(prefix + blocks(4), f"s{number}")
+        alone.decide(request(asked.hashes, f"s{number}"), 0.0, known=held)
+        asked.ticket = number
+        routers[who].decide(asked, 0.0, known=held)
+        if rng.random() < 0.3:
+            message = json.loads(json.dumps(gateways[who].message(0.0, False)))
+            for other in gateways:
+                if rng.random() < 0.5:
+                    other.heard(message, 0.0)
+    last = request(prefix + blocks(4), "last")
+    last.ticket = 25
+    waits = {entry[4].id: entry[5] for entry in routers[0].decide(last, 0.0, known=held).candidates}
+    assert waits == {name: pytest.approx(worker.wait_s(0.0), rel=0.2) for name, worker in alone.workers.items()}
+
+
+def test_what_is_known_of_sessions_alike_ends_with_them() -> None:
+    router = new_router(2)
+    others = Others(router, "a")
+    for number in range(1, 50):
+        place(router, blocks(4), f"s{number}", 2 * number, 0.05 * number)
+        others.expire(0.05 * number)
+    others.expire(100.0)
+    tickets = router.tickets
+    assert not (tickets._recent or tickets._roots or tickets._alike or tickets._unsettled)
 
 
 def test_sessions_that_are_assumed_take_no_more_of_a_cache_than_they_will() -> None:
