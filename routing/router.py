@@ -432,6 +432,8 @@ class Router:
             if common > held:
                 cached[worker.id] = common
             placement.waits = tickets.waits(root, total, now)
+        if placement.waits is not None and placement.crowded:
+            placement.own_alike = tickets.own(root)
         return sent_to
 
     def failed(self, decision: Decision) -> None:

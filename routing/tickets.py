@@ -39,6 +39,7 @@ class _Alike:
     held: dict[str, float]  # worker id -> tokens that it held then
     waits: dict[Worker, float]  # seconds then
     common: float = 0.0  # tokens that they begin with
+    own: Counter[Worker] = field(default_factory=Counter)  # this gateway's, by where it sent them
     gone: Counter[Worker] = field(default_factory=Counter)  # those that are forgotten, by where they were sent
 
     def held_before(self, worker: Worker) -> float:
@@ -75,6 +76,8 @@ class Tickets:
         """This gateway has placed its new session where so much of it is held, or will be by those that were sent before."""
         self._enter(ticket, _Placing(now, reservation.worker, root, reservation, held))
         self.placed.append((ticket, reservation.worker.id, root, round(held)))
+        if (alike := self._alike.get(root)) is not None:
+            alike.own[reservation.worker] += 1
 
     def assume(self, ticket: int, root: int, worker: Worker, share: Share, held: float, now: float) -> None:
         """Another gateway's new session probably goes to this worker, with this share of its load."""
@@ -144,6 +147,10 @@ class Tickets:
                 wait += number * own + worker.prefill_s(total - alike.held_before(worker), total) - own
             waits[worker] = max(wait - (now - alike.since), 0.0)
         return waits
+
+    def own(self, root: int) -> Mapping[Worker, int]:
+        """How many of these this gateway has sent to each worker."""
+        return self._alike[root].own
 
     def _sent(self, root: int) -> Counter[Worker]:
         """Where those of this root that are not forgotten were sent."""

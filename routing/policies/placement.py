@@ -25,6 +25,7 @@ class Placement:
     restore: Mapping[str, float] = field(default_factory=dict)  # worker id -> seconds to bring cached tokens back from host or disk
     crowded: bool = False  # other gateways are placing new sessions in these milliseconds
     waits: Mapping[Worker, float] | None = None  # seconds, where what a worker itself tells is not settled yet: see `tickets`
+    own_alike: Mapping[Worker, int] | None = None  # new sessions that begin alike and this gateway has just sent there, in a crowd
 
 
 class Terms(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from routing.fleet import Worker
@@ -15,6 +15,7 @@ LEAST_LATER_USE = 0.1
 # A wait below this is no reason to leave a warm cache: nobody notices it, and a hiccup of this process or the network looks the same.
 LEAST_MOVE_S = 0.1
 TIE_S = 0.01  # a difference in waits below this is noise of clocks and networks
+UNSURE_REQUESTS = 4.0  # of a crowd that other gateways place, that may go elsewhere than one thinks
 # Of a running answer that is a second later, against a wait of a second, which delays the first token too (0.2 to 0.5 were as good).
 STALL_WEIGHT = 0.3
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
@@ -124,8 +125,25 @@ class Warm:
         if session is not None and home is not None:
             _hold_still(session, home, ranked)
         elif count > 1:
-            _break_ties(ranked, session is not None, placement.crowded)
+            if placement.own_alike is not None:
+                _spread_own(ranked, placement.own_alike)
+            else:
+                _break_ties(ranked, session is not None, placement.crowded)
         return ranked
+
+
+def _spread_own(ranked: list[tuple[Any, ...]], own_alike: Mapping[Worker, int]) -> None:
+    """Of new sessions that begin alike, which several gateways place at once, put first who has got the fewest from this gateway, among
+    those whose costs differ by less than matters: where the others send theirs is only half known. What every gateway spreads evenly is
+    even in all, and what makes a greater difference they all see."""
+    best = ranked[0]
+    busy = best[5] + best[6]
+    slack = max(LEAST_MOVE_S, UNSURE_REQUESTS * min([entry[6] for entry in ranked]))
+    limit = best[0] + slack * (1.0 + best[7] / busy if busy else 1.0)
+    best = min([entry for entry in ranked if entry[0] < limit], key=lambda entry: (own_alike.get(entry[4], 0), entry[0], entry[3]))
+    if best is not ranked[0]:
+        ranked.remove(best)
+        ranked.insert(0, best)
 
 
 def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool, crowded: bool) -> None:
