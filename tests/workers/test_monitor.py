@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -97,6 +98,7 @@ async def test_a_silent_worker_is_down_after_several_probes_and_not_before() -> 
 
 
 async def test_a_worker_that_is_not_up_at_the_start_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "warmroute.monitor")  # whatever other tests' commands have silenced
     async with ScriptedWorker() as worker:
         await worker.stop()
         async with watched(worker) as (endpoint, changes):
