@@ -94,7 +94,7 @@ def measure(renderer: Renderer, tokenizer: PromptTokenizer, history: int, new: i
     session = Session(tokenizer, seed=history + new)
     while (lacking := history - prompt_length(renderer, tokenizer, session)) > history // 200:  # words are not quite tokens
         session.grow(lacking)
-    while prompt_length(renderer, tokenizer, session) > history:
+    while len(session.messages) > 2 and prompt_length(renderer, tokenizer, session) > history:  # the tools alone may be longer
         session.messages = session.messages[:-2]
     seed = token_seed()
     tokenizer.chain(str(renderer.render(CHAT, orjson.loads(session.body())).prompt), seed, BLOCK_TOKENS)
