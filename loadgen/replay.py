@@ -91,7 +91,7 @@ class Progress:
     hit_rate: float | None
     hit_bound: float | None
     ttft_p50_s: float | None
-    in_flight: int = 0
+    in_flight: int
 
 
 @dataclass(slots=True)

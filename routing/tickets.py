@@ -132,7 +132,7 @@ class Tickets:
 
     def waits(self, root: int, total: float, now: float) -> dict[Worker, float] | None:
         """Seconds that each worker is busy with what was there before the new sessions of this root, and with these, which are taken
-        to be of `total` tokens each. None where the first of them is too long ago to tell, or something has come between.
+        to be of `total` tokens each. None where the first of them is too long ago: what else has come since is not in it.
 
         Each counts as one here, whoever has sent it. What the gateways tell of their waits disagrees for the first moments, since
         which of these sessions has to compute what all begin with is settled only when all have heard of all.

@@ -216,13 +216,13 @@ class Monitor:
 
     async def mark_down(self, endpoint: Endpoint, why: str) -> None:
         """Take a worker out until a probe succeeds again."""
-        if not endpoint.up and not endpoint.told:
-            endpoint.told = True
-            logger.warning("worker %s is not up: %s; it is used once /health answers", endpoint.id, why)
         if endpoint.up:
             endpoint.up = False
             logger.warning("worker %s is down: %s", endpoint.id, why)
             await self._tell(endpoint, "down")
+        elif not endpoint.told:
+            endpoint.told = True
+            logger.warning("worker %s is not up: %s; it is used once /health answers", endpoint.id, why)
 
     async def _get(self, endpoint: Endpoint, path: str) -> httpx.Response:
         assert self._client is not None

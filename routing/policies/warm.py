@@ -111,10 +111,11 @@ class Warm:
                 evict = (over if over < new else new) * token_s * turns * (1.0 + pressure * own)
             elif held < best_cached:
                 own -= (best_cached - held) * scale * (worker.per_token + 0.5 * worker.per_pair * (best_cached + held)) * repeated
-            busy = prefilling or in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
-            wait = worker.wait_s(now, total) if busy else 0.0
-            if waits is not None and worker in waits and in_flight < worker.slots and worker.active_tokens + total <= worker.capacity:
+            full = in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
+            if waits is not None and not full and worker in waits:
                 wait = waits[worker]
+            else:
+                wait = worker.wait_s(now, total) if prefilling or full else 0.0
             priced = own * (pressure * (wait + own) + STALL_WEIGHT * (in_flight - prefilling))
             decode = output_tokens * worker.joined_step_s(total)
             crowd = crowding * neighbours * token_s
@@ -136,30 +137,31 @@ def _spread_own(ranked: list[tuple[Any, ...]], own_alike: Mapping[Worker, int]) 
     """Of new sessions that begin alike, which several gateways place at once, put first who has got the fewest from this gateway, among
     those whose costs differ by less than matters: where the others send theirs is only half known. What every gateway spreads evenly is
     even in all, and what makes a greater difference they all see."""
-    best = ranked[0]
-    busy = best[5] + best[6]
-    slack = max(LEAST_MOVE_S, UNSURE_REQUESTS * min([entry[6] for entry in ranked]))
-    limit = best[0] + slack * (1.0 + best[7] / busy if busy else 1.0)
-    best = min([entry for entry in ranked if entry[0] < limit], key=lambda entry: (own_alike.get(entry[4], 0), entry[0], entry[3]))
-    if best is not ranked[0]:
-        ranked.remove(best)
-        ranked.insert(0, best)
+    limit = _as_good(ranked[0], max(LEAST_MOVE_S, UNSURE_REQUESTS * min([entry[6] for entry in ranked])))
+    _put_first(ranked, min([(own_alike.get(entry[4], 0), entry[0], entry[3], entry) for entry in ranked if entry[0] < limit])[3])
 
 
 def _break_ties(ranked: list[tuple[Any, ...]], comes_back: bool, crowded: bool) -> None:
     """Put first who carries the fewest sessions among those whose costs are as good as equal; for a request that belongs to no
     session, who has the fewest requests. Gateways that place sessions at the same time then go by the list, which all have in the
     same order: their costs differ by noise."""
-    best = ranked[0]
-    busy = best[5] + best[6]
-    limit = best[0] + TIE_S * (1.0 + best[7] / busy if busy else 1.0)  # what waits differ by counts so much in the cost
+    limit = _as_good(ranked[0], TIE_S)
     if ranked[1][0] >= limit:
         return
     first, second, third = (1, 2, 3 if crowded else 0) if comes_back else (2, 1, 3 if crowded else 0)
-    best = min([(entry[first], entry[second], entry[third], entry[3], entry) for entry in ranked if entry[0] < limit])[4]
-    if best is not ranked[0]:
-        ranked.remove(best)
-        ranked.insert(0, best)
+    _put_first(ranked, min([(entry[first], entry[second], entry[third], entry[3], entry) for entry in ranked if entry[0] < limit])[4])
+
+
+def _as_good(best: tuple[Any, ...], seconds: float) -> float:
+    """The cost below which a candidate is as good as the best, where waits that differ by less than so many seconds do not matter."""
+    busy = best[5] + best[6]
+    return best[0] + seconds * (1.0 + best[7] / busy if busy else 1.0)  # what a second of waiting counts in the cost
+
+
+def _put_first(ranked: list[tuple[Any, ...]], chosen: tuple[Any, ...]) -> None:
+    if chosen is not ranked[0]:
+        ranked.remove(chosen)
+        ranked.insert(0, chosen)
 
 
 def _hold_still(session: Session, home: Worker, ranked: list[tuple[Any, ...]]) -> None:
