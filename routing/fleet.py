@@ -233,7 +233,7 @@ class Worker:
     def share(self, now: float) -> list[float]:
         """This gateway's own numbers, rounded, in the order of `Share`'s fields."""
         return [
-            round(self._queued_s(now), 4), len(self.prefilling), self.decoding, round(self.active_tokens),
+            round(self.own_wait_s(now), 4), len(self.prefilling), self.decoding, round(self.active_tokens),
             self.live_sessions, max(0, round(self.working_set)), round(self.computed),
         ]  # fmt: skip
 
@@ -306,7 +306,7 @@ class Worker:
         if prefilling:
             elapsed = now - self.head_since
             # the usual case is told here, since this is asked of every candidate of every decision
-            wait = self.pending_s - elapsed if 0.0 <= elapsed <= next(iter(prefilling)).prefill_s else self._queued_s(now)
+            wait = self.pending_s - elapsed if 0.0 <= elapsed <= next(iter(prefilling)).prefill_s else self.own_wait_s(now)
             if wait < 0.0:
                 wait = 0.0
         in_flight = len(prefilling) + self.decoding
@@ -322,7 +322,7 @@ class Worker:
             wait += min(lacking / held, 1.0) * DEFAULT_OUTPUT_TOKENS * self.step_s()
         return wait
 
-    def _queued_s(self, now: float) -> float:
+    def own_wait_s(self, now: float) -> float:
         """Seconds of this gateway's own prefills that are left."""
         prefilling = self.prefilling
         if not prefilling:

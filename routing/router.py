@@ -205,6 +205,7 @@ class Router:
         self._up.clear()
         self.memory.remove(worker_id)
         self.sessions.forget_home(worker)
+        self.tickets.lost_cache(worker)
         self._elsewhere.pop(worker_id, None)
         self._load_only.discard(worker_id)
         # requests that are under way there still end, and are nobody's affair
@@ -432,7 +433,7 @@ class Router:
             if common > held:
                 cached[worker.id] = common
             placement.waits = tickets.waits(root, total, now)
-        if placement.waits is not None and placement.crowded:
+        if placement.waits is not None:
             placement.own_alike = tickets.own(root)
         return sent_to
 

@@ -111,8 +111,13 @@ class Tickets:
         alike = self._alike.get(root)
         if alike is None:
             alike = self._alike[root] = self._before(root, common, cached, candidates, total, now)
+        elif unknown := [worker for worker in candidates if worker.id not in alike.held]:  # no candidates of the first one
+            sent = self._sent(root) + alike.gone
+            alike.held.update({worker.id: cached.get(worker.id, 0.0) for worker in unknown if worker not in sent})
         alike.common = common
-        return self._share_out(root, now)
+        sent_to = self._share_out(root, now)
+        # those of long ago may have lost it again, and may not have begun like this one: what the index says is newer
+        return sent_to if alike.since >= now - LONGEST_CROWD_S else set(self._sent(root))
 
     def _before(
         self, root: int, common: float, cached: Mapping[str, float], candidates: Iterable[Worker], total: float, now: float
@@ -127,7 +132,7 @@ class Tickets:
         for placing in told:
             worker = placing.worker
             held[worker.id] = least
-            waits[worker] = max(waits[worker] - worker.prefill_s(total - placing.held, total), 0.0)
+            waits[worker] = max(waits[worker] - worker.prefill_s(max(total - placing.held, 0.0), total), 0.0)
         return _Alike(now, held, waits)
 
     def waits(self, root: int, total: float, now: float) -> dict[Worker, float] | None:
@@ -145,11 +150,13 @@ class Tickets:
             if number := sent[worker]:
                 own = worker.prefill_s(total - alike.common, total)
                 wait += number * own + worker.prefill_s(total - alike.held_before(worker), total) - own
-            waits[worker] = max(wait - (now - alike.since), 0.0)
+            waits[worker] = max(wait - (now - alike.since), worker.own_wait_s(now))  # what else this gateway has sent there counts, too
         return waits
 
-    def own(self, root: int) -> Mapping[Worker, int]:
-        """How many of these this gateway has sent to each worker."""
+    def own(self, root: int) -> Mapping[Worker, int] | None:
+        """How many of these this gateway has sent to each worker. None where no other gateway sends such."""
+        if all(isinstance(placing.load, Reservation) for placing in self._recent.values() if placing.root == root):
+            return None
         return self._alike[root].own
 
     def _sent(self, root: int) -> Counter[Worker]:
@@ -168,8 +175,10 @@ class Tickets:
         sent_to = set(alike.gone)
         for ticket in sorted(ticket for ticket, placing in self._recent.items() if placing.root == root):
             placing = self._recent[ticket]
-            if placing.load is not None and placing.held <= alike.common:  # else that is not from its like
+            load = placing.load
+            if load is not None and placing.held <= alike.common:  # else that is not from its like
                 held = alike.common if placing.worker in sent_to else alike.held_before(placing.worker)
+                held = min(held, load.prompt_tokens if isinstance(load, Reservation) else load.active_tokens)
                 if held != placing.held:
                     self._count(ticket, placing, held, now)
             sent_to.add(placing.worker)
@@ -208,8 +217,9 @@ class Tickets:
         self.settle(now)
 
     def _enter(self, ticket: int, placing: _Placing) -> None:
+        self._roots[placing.root] += 1  # before, so that what is known of its like stays
+        self._withdraw(ticket, placing.since)
         self._recent[ticket] = placing
-        self._roots[placing.root] += 1
 
     def _withdraw(self, ticket: int, now: float) -> bool:
         placing = self._recent.pop(ticket, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ from routing.tickets import HEARD_WITHIN_S
 from tests.routing.virtual import blocks, new_router, request
 
 
-def place(router: Router, prompt: list[int], session: str, ticket: int, now: float = 0.0) -> Decision:
+def place(
+    router: Router, prompt: list[int], session: str | None, ticket: int, now: float = 0.0, *, pinned: str | None = None, **how: Any
+) -> Decision:
     asked = request(prompt, session)
-    asked.ticket = ticket
-    return router.decide(asked, now)
+    asked.ticket, asked.pinned = ticket, pinned
+    return router.decide(asked, now, **how)
 
 
 def tell(speaker: Others, hearer: Others, now: float) -> None:
@@ -194,3 +197,84 @@ def test_what_a_worker_shows_one_gateway_of_its_speed_the_others_learn() -> None
         assert a.workers[name].prefill_scale > 1.5
         assert b.workers[name].prefill_scale == pytest.approx(a.workers[name].prefill_scale, rel=0.02)
         assert b.workers[name].decode_scale == pytest.approx(a.workers[name].decode_scale, rel=0.02)
+
+
+def test_a_prompt_shorter_than_what_longer_ones_begin_with_takes_no_less_than_nothing() -> None:
+    a, b = new_router(1), new_router(1)
+    says_a, hears_b = Others(a, "a"), Others(b, "b")
+    root = blocks(1)
+    for number in (1, 2):
+        place(a, root + blocks(3), f"s{number}", number)
+    place(a, root + blocks(63), "long", 3, known={"w0": 60})
+    worker = a.workers["w0"]
+    assert worker.pending_s >= 0.0 and worker.pending_tokens >= 0.0 and worker.working_set >= 0.0
+    tell(says_a, hears_b, 0.0)
+    assert hears_b.malformed == 0 and b.workers["w0"].others_prefilling == 3
+
+
+def test_a_longer_prompt_that_is_held_makes_no_worker_look_busy() -> None:
+    a, b = new_router(2), new_router(2)
+    says_a, says_b = Others(a, "a"), Others(b, "b")
+    root = blocks(1)
+    place(a, root + blocks(400), "long", 1, known={"w0": 400, "w1": 400})
+    tell(says_a, says_b, 0.0)
+    placed = [place(b, root + blocks(3), f"s{n}", n, 0.001).worker.id for n in range(2, 8)]
+    assert placed.count("w0") == placed.count("w1")
+
+
+def test_other_prompts_that_this_gateway_has_sent_meanwhile_are_waited_for() -> None:
+    router = new_router(2)
+    prefix = blocks(4)
+    place(router, prefix + blocks(4), "first", 1)
+    big = place(router, blocks(2_000), "big", 2, 0.01)
+    assert all(place(router, prefix + blocks(4), f"s{n}", n, 0.02).worker is not big.worker for n in range(3, 9))
+
+
+def test_a_worker_that_has_lost_a_beginning_long_ago_counts_as_cold_though_such_keep_coming() -> None:
+    router = new_router(2)
+    prefix, lost = blocks(60), router.workers["w0"]
+    for number in range(1, 200):
+        now = 0.05 * number
+        decision = place(router, prefix + blocks(4), f"s{number}", number, now, exclude=[lost] if number >= 100 else [])
+        decision.reservation.release(now + 0.02)
+        if number == 150:
+            router.memory.forget("w0")
+    assert place(router, prefix + blocks(4), "last", 200, 10.0, pinned="w0").cached_tokens == 0.0
+
+
+def test_a_crowd_of_this_gateways_own_goes_where_the_wait_is_least() -> None:
+    router = new_router(4)
+    prefix = blocks(1)
+    for _ in range(3):
+        place(router, blocks(200), None, 0, pinned="w0")
+    placed = [place(router, prefix + blocks(199), f"s{n}", n, 0.001 * n) for n in range(1, 7)]
+    assert "w0" not in {decision.worker.id for decision in placed}
+
+
+def test_what_a_worker_holds_that_was_no_candidate_of_the_first_counts() -> None:
+    router = new_router(4)
+    prefix = blocks(60)
+    held = {f"w{n}": 60 for n in range(4)}
+    place(router, prefix + blocks(4), "pinned", 1, known=held, pinned="w0")
+    later = [place(router, prefix + blocks(4), f"s{n}", n, known=held) for n in range(2, 8)]
+    assert all(decision.reservation.prefill_s == pytest.approx(decision.prefill_s) for decision in later)
+
+
+def test_a_worker_that_was_replaced_counts_as_cold() -> None:
+    router = new_router(2)
+    prefix = blocks(60)
+    place(router, prefix + blocks(4), "s1", 1, known={"w0": 60, "w1": 60})
+    router.remove_worker("w1")
+    router.add_worker("w1", ["m"])
+    cold = place(router, prefix + blocks(4), "s2", 2, 0.01, known={"w0": 60}, pinned="w1")
+    place(router, prefix + blocks(4), "s3", 3, 0.02, known={"w0": 60})
+    assert cold.reservation.prefill_s == pytest.approx(cold.prefill_s)
+
+
+def test_tickets_of_one_session_used_in_another_order_leave_nothing() -> None:
+    router = new_router(2)
+    prompt = blocks(40)
+    for ticket in (2, 1):
+        place(router, prompt, "s", ticket).reservation.release(1.0)
+    Others(router, "a").expire(100.0)
+    assert all(not worker.others for worker in router.workers.values()) and not router.tickets._roots and not router.tickets._alike
