@@ -257,7 +257,8 @@ class _Run:
             on_progress(self._progress())
         if self._connect_failures >= _CONNECT_FAILURES:
             raise ReplayError(f"{', '.join(self._options.urls)} stopped taking connections after {self._collector.requests} requests")
-        result = self._collector.result(self._last_answer_at - self._measured_from)
+        took = max(0.0, self._last_answer_at - self._measured_from)  # nothing may have been answered
+        result = self._collector.result(took)
         result.interrupted = self._stop.is_set()
         if self._options.kv_capacity_tokens is not None:
             result.hit_bound_lru = self._lru_bound(self._options.kv_capacity_tokens)

@@ -183,6 +183,18 @@ async def test_duration_ends_sending_and_awaits_what_is_in_flight() -> None:
     assert result.errors == 0
 
 
+async def test_a_stop_before_the_first_answer_measured_no_time() -> None:
+    stop = asyncio.Event()
+    async with FakeWorker(hold=asyncio.Event()) as worker:
+        options = ReplayOptions([growing("a", 3)], worker.url, ramp_s=0.0)
+        running = asyncio.create_task(replay(options, stop=stop))
+        await worker.until_seen(1)
+        stop.set()
+        only = (await running).runs["current"]
+    assert only.interrupted and only.requests == 0
+    assert f"{only.duration_s} {only.output_tokens_per_s} {only.uncached_input_tokens_per_s}" == "0.0 0.0 0.0"
+
+
 async def test_stop_ends_early_and_keeps_what_was_measured() -> None:
     stop = asyncio.Event()
     release = asyncio.Event()
