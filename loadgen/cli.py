@@ -119,7 +119,9 @@ def _show_shape(sessions: list[Any], kv_capacity: int | None, json_file: Path | 
 @click.option("--mode", type=click.Choice(["closed", "open"]), default="closed", help="Who sets the pace: answers or the clock.")
 @click.option("--sessions", type=click.IntRange(1), default=32, help="Closed loop: sessions that are alive at a time.")
 @click.option("--requests", type=click.IntRange(1), help="End after this many requests. Sessions start over when the trace is through.")
-@click.option("--duration", type=click.FloatRange(0, min_open=True), help="Send nothing after this many seconds; answers under way are awaited.")
+@click.option(
+    "--duration", type=click.FloatRange(0, min_open=True), help="Send nothing after this many seconds; answers under way are awaited."
+)
 @click.option("--warmup", type=click.IntRange(0), default=0, help="First requests that are sent but not measured.")
 @click.option("--time-scale", type=click.FloatRange(0), default=1.0, help="Gaps are multiplied by this.")
 @click.option("--max-gap", type=click.FloatRange(0), default=300.0, help="Cut longer gaps to this many seconds, before scaling.")
