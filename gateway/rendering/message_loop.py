@@ -6,7 +6,7 @@ import operator
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -14,9 +14,9 @@ import minijinja
 from jinja2 import nodes
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from gateway.rendering.conversation import Message, Tools
+from gateway.rendering.conversation import Conversation, Tools
 from gateway.rendering.loop_reads import PURE, LoopReads, Unclear
-from gateway.rendering.memory import RecentlyUsed
+from gateway.rendering.memory import RUN, RecentlyUsed
 
 # Where one of these shows jinja2 renders: Python strips the first four as white space and Rust does not, and the last is what
 # minijinja puts for a lone surrogate, which must not pass for text.
@@ -60,14 +60,18 @@ class MessageLoop:
         self.rewritten = self._rewrite(source, len(loops), own, loops[own])
         self.functions: dict[str, Any] = {"warm_plan": self._plan, "warm_keep": self._keep, "warm_mark": self._mark}
         # of the rendering that goes on
-        self._rows: list[tuple[Any, ...]] = []
+        self._messages = Conversation()
+        self._by_identity: dict[int, int | None] = {}  # the keys by message, made when something else than the whole list is read
+        self._rows: dict[int, tuple[Any, ...]] = {}
         self._texts: list[str | None] = []
         self._state = ""
 
     def render(self, environment: minijinja.Environment, name: str, context: dict[str, Any]) -> str | None:
         """The prompt, None where it has to be rendered whole. The rewritten template has this name in the environment."""
-        if not PURE.isdisjoint(context):
+        messages = context["messages"]
+        if type(messages) is not Conversation or not PURE.isdisjoint(context):
             return None
+        self._messages, self._by_identity = messages, {}
         try:
             around = environment.render_template(name, **context)
         except Exception:  # a refusal, or something that is not remembered
@@ -79,19 +83,20 @@ class MessageLoop:
 
     def _plan(self, messages: Any, facts: Any, numbers: Any, lists: Any, state: Any) -> dict[str, Any]:
         """Before the loop: which passes have to be made, the first of them, and what to walk over."""
-        keys = _keys(messages)
-        by_list = {name: keys if listed is messages else _keys(listed) for name, listed in zip(self._lists, lists, strict=True)}
-        self._state = _known(state)
-        same = xxh3_128_intdigest((_known(facts) + self._state).encode("utf-8", "surrogatepass"), self._seed)
-        columns = [_column(place, keys) for place in self._reads.places]
+        keys = self._keys(messages)
+        by_list = {name: self._keys(listed) for name, listed in zip(self._lists, lists, strict=True)}
+        self._state = self._known(state)
+        same = xxh3_128_intdigest((self._known(facts) + self._state).encode("utf-8", "surrogatepass"), self._seed)
+        columns: list[Sequence[Any]] = [keys, *(_column(place, keys) for place in self._reads.places)]
         columns += [_shifted(by_list[name], distance, len(keys)) for name, distance in self._reads.neighbours]
         for (how, _, start, first), number in zip(self._reads.compared, numbers, strict=True):
             if type(number) is not int:
                 raise Unclear
             compare = _COMPARE[how]
             columns.append([compare(number, at) if first else compare(at, number) for at in range(start, start + len(keys))])
-        self._rows = list(zip(repeat(same, len(keys)), keys, *columns, strict=True))
-        self._texts = list(map(self._memory.get, self._rows))
+        self._rows, self._texts = {}, []
+        for start in range(0, len(keys), RUN):
+            self._texts += self._remembered(start, same, [column[start : start + RUN] for column in columns])
         missing = [text is None for text in self._texts]
         made = [at for at, is_missing in enumerate(missing) if is_missing]
         walked = [None] * len(missing)  # costs the template engine a fraction of what messages do
@@ -99,9 +104,21 @@ class MessageLoop:
             walked[max(at - 1, 0) : at + 2] = messages[max(at - 1, 0) : at + 2]  # `loop` knows the neighbours
         return {"messages": walked, "missing": missing, "first": made[0] if made else len(missing)}
 
+    def _remembered(self, start: int, same: int, columns: list[Sequence[Any]]) -> list[str | None]:
+        """What passes in a row print, from pass `start` on, None where that is not known: one look-up where all of it is."""
+        run = (same, *map(tuple, columns)) if len(columns[0]) == RUN else None
+        known: list[str | None] | None = self._memory.get(run)
+        if known is None:
+            rows = list(zip(repeat(same, len(columns[0])), *columns, strict=True))
+            self._rows |= zip(range(start, start + len(rows)), rows, strict=True)
+            known = self._memory.get_all(rows)
+            if run is not None and None not in known:
+                self._memory.put(run, known, sum(map(sys.getsizeof, known)) + 400)
+        return known
+
     def _keep(self, at: int, text: str, state: Any) -> None:
         """Behind a pass that was made."""
-        if _known(state) != self._state:
+        if self._known(state) != self._state:
             self.stateful = True
             raise Unclear
         if has_telltale(text):
@@ -109,6 +126,27 @@ class MessageLoop:
         self._texts[at] = text
         if None not in self._rows[at]:
             self._memory.put(self._rows[at], text, sys.getsizeof(text) + 400)
+
+    def _keys(self, messages: Any) -> list[int | None]:
+        return self._messages.keys if messages is self._messages else [self._key(message) for message in messages]
+
+    def _key(self, message: Any) -> int | None:
+        if not self._by_identity:
+            self._by_identity = dict(zip(map(id, self._messages), self._messages.keys, strict=True))
+        return self._by_identity.get(id(message))
+
+    def _known(self, values: Iterable[Any]) -> str:
+        """Values as a text that differs where they differ. Raises Unclear."""
+        told = []
+        for value in values:
+            if value is None or type(value) in (bool, int, float, str):
+                told.append(repr(value))
+                continue
+            key = value.key if type(value) is Tools else self._key(value)
+            if key is None:
+                raise Unclear
+            told.append(f"<{key}>")
+        return ",".join(told)
 
     # --- at load ---
 
@@ -140,7 +178,7 @@ class MessageLoop:
         ))  # fmt: skip
 
 
-def _column(place: str, keys: list[int | None]) -> Iterable[Any]:
+def _column(place: str, keys: list[int | None]) -> Sequence[Any]:
     """The same for all passes, as far as it tells them apart."""
     count = len(keys)
     match place:
@@ -165,24 +203,9 @@ def _listing(expressions: Iterable[str]) -> str:
     return f"[{', '.join(told)}]"
 
 
-def _keys(messages: Any) -> list[int | None]:
-    return [message.key if type(message) is Message else None for message in messages]
-
-
 def _shifted(keys: list[int | None], distance: int, count: int) -> list[int | None]:
     """For each pass the element so far from it, which counts from the end where it would lie before the begin."""
     size = len(keys)
+    if count == size and abs(distance) <= size:
+        return keys[distance:] + (keys[:distance] if distance < 0 else [_NOBODY] * distance)
     return [keys[at] if -size <= at < size else _NOBODY for at in range(distance, distance + count)]
-
-
-def _known(values: Iterable[Any]) -> str:
-    """Values as a text that differs where they differ. Raises Unclear."""
-    told = []
-    for value in values:
-        if value is None or type(value) in (bool, int, float, str):
-            told.append(repr(value))
-        elif type(value) in (Message, Tools) and value.key is not None:
-            told.append(f"<{value.key}>")
-        else:
-            raise Unclear
-    return ",".join(told)

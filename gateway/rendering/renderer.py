@@ -137,10 +137,11 @@ class Renderer:
         """Normalise messages and render them with the template for these tools."""
         template = self._template(self._source(tools))
         settings = self._merged(fields.get("chat_template_kwargs"), settings)
-        made = conversation(messages, self.options.content_format or template.content_format, self._memory, as_sent=as_sent)
+        form = self.options.content_format or template.content_format
+        made: list[dict[str, Any]] = conversation(messages, form, self._memory, as_sent=as_sent)
         if not made:
             raise NotReproducible("there is no message")
-        if any(message["role"] == "developer" for message in made):
+        if "developer" in {message["role"] for message in made}:
             if not template.knows_developer:
                 made = without_developer(made)
             elif any(message.get("tools") for message in made):

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
+from itertools import islice, repeat
 from typing import Any
 
 from gateway.rendering.battery import conversations
-from gateway.rendering.conversation import JsonObject, Message, NotReproducible
+from gateway.rendering.conversation import Conversation, JsonObject, NotReproducible
 from gateway.rendering.memory import RecentlyUsed
 from kvindex.tokenizer import TokenizerError
 
@@ -123,7 +124,9 @@ class ChatTemplate:
             marked = content + _CONTINUE_TAG
         else:
             raise NotReproducible("the final message has no text to continue")
-        rendered = self.render({**context, "messages": [*others, {**final, "content": marked}]})
+        keys = context["messages"].keys if type(context["messages"]) is Conversation else repeat(None)
+        opened = Conversation([*others, {**final, "content": marked}], [*islice(keys, len(others)), None])
+        rendered = self.render({**context, "messages": opened})
         if text.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
             raise NotReproducible("the chat template does not render the final message that is to be continued")
         end = rendered.rindex(_CONTINUE_TAG.strip())
@@ -192,7 +195,7 @@ class ChatTemplate:
                 expected = _outcome(lambda: self._template.render(**context))  # noqa: B023
                 if expected != _outcome(lambda: fast.render_template("chat", **context)):  # noqa: B023
                     return None
-                keyed = {**context, "messages": [_keyed(message) for message in context["messages"]]}
+                keyed = {**context, "messages": _keyed(context["messages"])}
                 for _ in range(2):  # made, then remembered
                     text = self._from_memory(fast, keyed)
                     used = used or text is not None
@@ -220,7 +223,5 @@ def _without_generation(source: str) -> str:
     return _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source)
 
 
-def _keyed(message: dict[str, Any]) -> Message:
-    keyed = Message(message)
-    keyed.key = hash(json.dumps(message))
-    return keyed
+def _keyed(messages: list[dict[str, Any]]) -> Conversation:
+    return Conversation(messages, (hash(json.dumps(message)) for message in messages))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.dialects import CHAT
-from gateway.rendering import NotReproducible, Renderer
+from gateway.rendering import NotReproducible, Renderer, memory
 from gateway.rendering.conversation import conversation, template_tools
 from gateway.rendering.memory import RecentlyUsed
 from gateway.rendering.template import ChatTemplate
@@ -88,8 +88,16 @@ def expect(template: jinja2.Template, context: dict[str, Any]) -> str | None:
         return None
 
 
+@pytest.fixture(params=[2, memory.RUN])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many messages and texts are remembered together; few, that short conversations have some."""
+    monkeypatch.setattr("gateway.rendering.conversation.RUN", request.param)
+    monkeypatch.setattr("gateway.rendering.message_loop.RUN", request.param)
+    return int(request.param)
+
+
 @pytest.mark.parametrize("name", [*REMEMBERED, *WHOLE])
-def test_what_is_remembered_prints_as_if_rendered_anew(name: str) -> None:
+def test_what_is_remembered_prints_as_if_rendered_anew(name: str, run: int) -> None:
     source = {**REMEMBERED, **WHOLE}[name]
     memory = RecentlyUsed()
     compiled, reference = ChatTemplate(source, memory), huggingface(source)
@@ -115,7 +123,7 @@ def test_what_is_remembered_prints_as_if_rendered_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize("template", NAMES)
-def test_a_conversation_turn_by_turn_is_rendered_as_if_seen_for_the_first_time(template: str) -> None:
+def test_a_conversation_turn_by_turn_is_rendered_as_if_seen_for_the_first_time(template: str, run: int) -> None:
     known = Renderer(model(template))
     fresh = Renderer(model(template))
     (compiled,) = fresh._templates.values()
@@ -151,10 +159,11 @@ def test_a_turn_renders_what_is_new_alone() -> None:
     for turn in range(20):
         messages.append({"role": "assistant", "content": f"a{turn}"})
         messages.append({"role": "tool", "content": f"r{turn}", "tool_call_id": "1"})
-        before = set(rendering._memory._kept)
+        before = set(rendering._memory._young)
         rendering.render(CHAT, json.loads(json.dumps({"messages": messages})))
-        added.append(len(set(rendering._memory._kept) - before))
-    assert set(added[1:]) == {6}, "two messages, their texts, and those of the first and the last before, whose neighbours have changed"
+        added.append(len(set(rendering._memory._young) - before))
+    assert sorted(added[1:])[9] == 6, "two messages, their texts, and those of the first and the last before, whose neighbours have changed"
+    assert max(added[1:]) <= 8, "and now and then a run of messages or of texts"
 
 
 def test_a_message_left_open_is_not_taken_for_the_one_it_was_made_of() -> None:
@@ -164,6 +173,28 @@ def test_a_message_left_open_is_not_taken_for_the_one_it_was_made_of() -> None:
     first = rendering.render(CHAT, closed)
     assert str(rendering.render(CHAT, {**closed, "continue_final_message": True}).prompt).endswith("Once upon")
     assert rendering.render(CHAT, closed) == first
+
+
+def test_a_list_in_the_place_of_a_message_is_not_taken_for_the_messages_in_it(run: int) -> None:
+    known = RecentlyUsed()
+    several = [{"role": "user", "content": str(at)} for at in range(run)]
+    made = conversation(several, "string", known)
+    assert conversation(copy.deepcopy(several), "string", known).keys == made.keys
+    with pytest.raises(NotReproducible):
+        conversation([several], "string", known)
+
+
+def test_what_is_asked_for_stays() -> None:
+    known = RecentlyUsed(max_bytes=1000)
+    for number in range(200):
+        known.put(number, str(number), 100)
+        known.put("replaced", number, 50)
+        assert known.get_all([number, "replaced", "never"]) == [str(number), number, None]
+        assert known.get(0) == "0", "asked for each time"
+        assert known.kept_bytes == sum(cost for kept in (known._young, known._old) for _, cost in kept.values()) <= 1000
+    assert known.get(100) is None
+    known.put("too large", "x", 1001)
+    assert known.get("too large") is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -176,5 +207,5 @@ def test_what_is_remembered_is_bounded() -> None:
         compiled.render({"messages": made, "tools": None, "documents": None, "add_generation_prompt": True})
         assert template_tools([{**TOOL, "function": {"name": str(number)}}], memory)[0]["function"]["name"] == str(number)
         assert memory.kept_bytes <= 50_000
-    assert memory.kept_bytes == sum(cost for _, cost in memory._kept.values())
+    assert memory.kept_bytes == sum(cost for kept in (memory._young, memory._old) for _, cost in kept.values())
     assert conversation([{"role": "user", "content": "99 " + "x" * 1000}], "string", memory)[0] is made[0]
