@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvindex.chain import block_hashes, token_seed
 from kvindex.engine_groups import FULL_KINDS, CacheGroup, Rule, rule_for
-from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, EngineHash, decode
+from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, decode
 from kvindex.index import KVIndex
 
 logger = logging.getLogger("warmroute.kv_events")
@@ -120,13 +120,26 @@ class EngineBlocks:
             return
         if self._main == _NO_GROUP:
             self._choose_main(batch)
+        removed: BlockRemoved | None = None  # those in a row are one: engines send an event for each block
         for event in batch.events:
+            if type(event) is BlockRemoved:
+                if removed is None:
+                    removed = event
+                elif event.group_idx == removed.group_idx and event.medium == removed.medium and event.locality == removed.locality:
+                    removed.block_hashes += event.block_hashes
+                else:
+                    self._remove(removed)
+                    removed = event
+                continue
+            if removed is not None:
+                self._remove(removed)
+                removed = None
             if type(event) is BlockStored:
                 self._store(event)
-            elif type(event) is BlockRemoved:
-                self._remove(event)
-            elif type(event) is AllBlocksCleared:
+            else:
                 self._clear()
+        if removed is not None:
+            self._remove(removed)
         self._flush()
 
     def reset(self) -> None:
