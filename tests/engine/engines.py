@@ -66,11 +66,18 @@ class Engine:
             self.process = subprocess.Popen(argv, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     async def ready(self) -> None:
-        """Return once the engine answers."""
+        """Return once the engine answers. One that ends before is started once more: engines that start at the same time may choose the
+        same port for what their processes tell each other."""
         end = time.monotonic() + START_S
+        again = True
         async with httpx.AsyncClient(trust_env=False) as client:
             while time.monotonic() < end:
-                assert self.process is not None and self.process.poll() is None, f"the engine ended:\n{self.last_words()}"
+                if self.process is None or self.process.poll() is not None:
+                    assert again, f"the engine ended:\n{self.last_words()}"
+                    again = False
+                    print(f"an engine ended while it started, and is started again:\n{self.last_words()}")
+                    self.kill()
+                    self.start()
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get(f"{self.url}/health", timeout=2)).status_code == 200:
                         return
@@ -100,7 +107,10 @@ class Engine:
         process.wait()
 
     def last_words(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
+        """What it said of errors, and the end of it all."""
+        said = self.log.read_text(errors="replace")
+        errors = [line for line in said.splitlines() if "Error" in line]
+        return "\n".join((*errors[:20], "...", said[-3000:]))
 
 
 class LossyForwarder:
