@@ -38,7 +38,9 @@ class Claimant(Protocol):
 class Reservation:
     """One request's claim on a worker."""
 
-    __slots__ = ("after", "claimant", "decode_s", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker")
+    __slots__ = (
+        "after", "claimant", "decode_s", "kv_tokens", "phase", "prefill_s", "prompt_tokens", "root", "streamed", "uncached", "worker",
+    )  # fmt: skip
 
     PREFILL: ClassVar[int] = 0
     DECODE: ClassVar[int] = 1
@@ -54,6 +56,7 @@ class Reservation:
         root: int | None = None,
         uncached: float = 0.0,
         claimant: Claimant | None = None,
+        shared: float = 0.0,
     ):
         self.worker = worker
         self.claimant = claimant
@@ -64,6 +67,7 @@ class Reservation:
         self.streamed = streamed
         self.root = root  # the prompt's first block
         self.uncached = uncached  # prompt tokens to prefill
+        self.kv_tokens = prompt_tokens - shared  # what begins as other requests do is in the KV memory once for all
         self.phase = self.PREFILL
         # what other gateways have sent before comes first
         self.after = now + worker.others_wait_s(now) if worker.others else now
@@ -73,6 +77,7 @@ class Reservation:
         worker.pending_s += prefill_s
         worker.pending_tokens += uncached
         worker.active_tokens += prompt_tokens
+        worker.kv_tokens += self.kv_tokens
         worker.touched.add(worker)
 
     def first_token(self, now: float) -> None:
@@ -90,7 +95,8 @@ class Reservation:
             worker = self.worker
             worker.pending_tokens += uncached - self.uncached
             worker.pending_s += prefill_s - self.prefill_s
-            self.prefill_s, self.uncached = prefill_s, uncached
+            worker.kv_tokens += uncached - self.kv_tokens
+            self.prefill_s, self.uncached, self.kv_tokens = prefill_s, uncached, uncached
             worker.touched.add(worker)
 
     def release(self, now: float) -> None:
@@ -105,8 +111,11 @@ class Reservation:
         self.phase = self.RELEASED
         if self.claimant is not None:
             self.claimant.ended(now)
-        # an idle worker has none at all, whatever rounding has left
-        worker.active_tokens = worker.active_tokens - self.prompt_tokens if worker.decoding or worker.prefilling else 0.0
+        if worker.decoding or worker.prefilling:
+            worker.active_tokens -= self.prompt_tokens
+            worker.kv_tokens -= self.kv_tokens
+        else:  # an idle worker has none at all, whatever rounding has left
+            worker.active_tokens = worker.kv_tokens = 0.0
         worker.touched.add(worker)
 
     def _leave_prefill(self, now: float) -> None:
@@ -135,18 +144,19 @@ class Share:
     live_sessions: int
     working_set: float
     computed: float  # tokens prefilled there for this gateway since it started
+    kv_tokens: float
 
     @classmethod
     def read(cls, numbers: Any) -> Share:
         """From a message's list. Raises ValueError."""
-        if not isinstance(numbers, list) or len(numbers) != 7:
-            raise ValueError("a worker's share is a list of 7 numbers")
+        if not isinstance(numbers, list) or len(numbers) != 8:
+            raise ValueError("a worker's share is a list of 8 numbers")
         if not all(type(n) in (int, float) and 0 <= n <= MOST_AMOUNT for n in numbers):
             raise ValueError(f"the numbers of a worker's share are from 0 to {MOST_AMOUNT:g}")
-        wait_s, prefilling, decoding, active_tokens, live_sessions, working_set, computed = numbers
+        wait_s, prefilling, decoding, active_tokens, live_sessions, working_set, computed, kv_tokens = numbers
         if max(prefilling, decoding, live_sessions) > MOST_COUNT:
             raise ValueError(f"the counts of a worker's share are at most {MOST_COUNT}")
-        return cls(wait_s, int(prefilling), int(decoding), active_tokens, int(live_sessions), working_set, computed)
+        return cls(wait_s, int(prefilling), int(decoding), active_tokens, int(live_sessions), working_set, computed, kv_tokens)
 
 
 @dataclass(eq=False)
@@ -164,7 +174,8 @@ class Worker:
     pending_tokens: float = 0.0  # uncached prompt tokens of requests before their first token
     head_since: float = 0.0
     decoding: int = 0
-    active_tokens: float = 0.0
+    active_tokens: float = 0.0  # prompts of the requests in flight
+    kv_tokens: float = 0.0  # what they take of the KV memory: what they have in common, once
     computed: float = 0.0  # tokens prefilled in all
     # sessions that live here (kept by SessionTable)
     live_sessions: int = 0
@@ -176,6 +187,7 @@ class Worker:
     others_prefilling: int = 0
     others_decoding: int = 0
     others_active_tokens: float = 0.0
+    others_kv_tokens: float = 0.0
     others_live_sessions: int = 0
     others_working_set: float = 0.0
     touched: set[Worker] = field(default_factory=set)  # workers whose own numbers have changed: the router's, shared by all
@@ -235,6 +247,7 @@ class Worker:
         return [
             round(self.own_wait_s(now), 4), len(self.prefilling), self.decoding, round(self.active_tokens),
             self.live_sessions, max(0, round(self.working_set)), round(self.computed),
+            max(0, round(self.kv_tokens)),
         ]  # fmt: skip
 
     def hear(self, gateway: str, share: Share | None, now: float) -> None:
@@ -253,6 +266,7 @@ class Worker:
         self.others_prefilling = sum([s.prefilling for s in shares])
         self.others_decoding = sum([s.decoding for s in shares])
         self.others_active_tokens = sum([s.active_tokens for s in shares])
+        self.others_kv_tokens = sum([s.kv_tokens for s in shares])
         self.others_live_sessions = sum([s.live_sessions for s in shares])
         self.others_working_set = sum([s.working_set for s in shares])
 
@@ -298,9 +312,9 @@ class Worker:
         step = self.step_base + self.step_seq * (0.5 * decoding + 1.0) + self.step_kv * (0.5 * tokens + prompt_tokens)
         return self.decode_calibration.value * step / self.tokens_per_step
 
-    def wait_s(self, now: float, prompt_tokens: float = 0.0) -> float:
-        """Seconds until the engine could start a prefill of so many tokens, from what the gateways have assigned to it: those ahead
-        have had theirs, a batch slot is free, and the KV cache has room beside what running requests hold."""
+    def wait_s(self, now: float, kv_tokens: float = 0.0) -> float:
+        """Seconds until the engine could start a prefill that takes so many tokens of KV memory, from what the gateways have assigned
+        to it: those ahead have had theirs, a batch slot is free, and there is room beside what running requests hold."""
         prefilling = self.prefilling
         wait = 0.0
         if prefilling:
@@ -315,8 +329,8 @@ class Worker:
             in_flight += self.others_prefilling + self.others_decoding
         if in_flight >= self.slots:
             wait += self._slot_wait()
-        held = self.active_tokens + self.others_active_tokens
-        lacking = held + prompt_tokens - self.capacity
+        held = self.kv_tokens + self.others_kv_tokens
+        lacking = held + kv_tokens - self.capacity
         if lacking > 0.0 < held:
             # running requests end one by one over a decode's length, and give back what they hold
             wait += min(lacking / held, 1.0) * DEFAULT_OUTPUT_TOKENS * self.step_s()

@@ -60,10 +60,10 @@ class Others:
         """This gateway's own numbers, ready for JSON; None when nothing has changed since the last message.
 
         `workers` has those that changed: [wait_s, prefilling, decoding, active_tokens, live_sessions, working_set_tokens,
-        computed_tokens]. In a full message a worker that is left out has none of all. `rates` are arrivals and seconds of prefill
-        work per second, then the same of later turns. `taken` claims sessions: [id in hex, turns]. `placed` are new sessions since the
-        last message: [ticket, worker, root, tokens of it that count as held there]; `seen` what workers have shown of their speed, as of
-        prefill and decode: see `calibration`.
+        computed_tokens, kv_tokens]. In a full message a worker that is left out has none of all. `rates` are arrivals and seconds of
+        prefill work per second, then the same of later turns. `taken` claims sessions: [id in hex, turns]. `placed` are new sessions
+        since the last message: [ticket, worker, root, tokens of it that count as held there]; `seen` what workers have shown of their
+        speed, as of prefill and decode: see `calibration`.
         """
         router, sessions = self.router, self.router.sessions
         touched, claims = router.touched, sessions.new_claims

@@ -383,12 +383,14 @@ class Router:
             reason = "prefix" if held else "cold"
         if pinned:
             reason = "pinned"
-        wait = worker.wait_s(now, total)
+        shared = placement.shared(worker, held)
+        wait = worker.wait_s(now, total - shared)
         prefill = worker.prefill_s(total - held, total)
         self.congestion.add(prefill, now, at_home=worker is home)
         # what others with this beginning are still computing may or may not be there when this one starts
         certain = worker not in sent_alike and (not hashes or all(other.root != hashes[0] for other in worker.prefilling))
-        reservation = Reservation(worker, prefill, total, request.streamed, now, hashes[0] if hashes else None, total - held, session)
+        root = hashes[0] if hashes else None
+        reservation = Reservation(worker, prefill, total, request.streamed, now, root, total - held, session, shared)
         if session is not None:
             self.sessions.placed(session, worker, hashes, total, held)
             # the chain counts as held from now on, so that siblings in a burst go together
@@ -427,7 +429,7 @@ class Router:
         for ticket in unheard:
             worker = self.policy.rank(placement, candidates)[0][4]
             held = cached.get(worker.id, 0.0)
-            share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, total - held, 0.0)
+            share = Share(worker.prefill_s(total - held, total), 1, 0, total, 1, total - held, 0.0, total - held)
             tickets.assume(ticket, root, worker, share, held, now)
             sent_to.add(worker)
             if common > held:

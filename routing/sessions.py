@@ -25,6 +25,7 @@ LEAST_AWAKE_S = 2.0
 _GAPS = 512
 _REFRESH_GAPS = 64  # a few short gaps at the beginning say nothing of the long ones
 _MOST_LOOKED_AT = 8
+_RECURRENCE_REQUESTS = 512  # that `recurrence` is about: those before count for less and less
 _MOST_CLAIMS = 10_000
 _RECORD = struct.Struct("<BIfffBB")  # version, turns, context, shared, regret, lengths of the two names that follow
 
@@ -133,6 +134,7 @@ class SessionTable:
         self.awake_s = ttl_s  # idle for longer is asleep; learned
         self._next_expiry = 0.0
         self._by_id: dict[bytes, Session] = {}
+        self._known, self._fresh = 40.0, 2.0  # requests that begin as others before them, and that do not; decaying counts
         self._elsewhere = 0  # sessions that another gateway counts
         self.gateway = ""  # this gateway's id
         self.others_live = 0  # sessions that the other gateways count
@@ -152,6 +154,11 @@ class SessionTable:
         """Live sessions of all gateways."""
         return len(self._sessions) - self._elsewhere + self.others_live
 
+    @property
+    def recurrence(self) -> float:
+        """From 0 to 1 how far requests begin as earlier ones do: 1 where half of them or more do."""
+        return min(self._known / self._fresh, 1.0)
+
     def find(self, key: Hashable | None, hashes: Sequence[int], matched: int, now: float, root_blocks: int = 1) -> Session | None:
         """The session this request belongs to; a new one where none fits; None for a prompt shorter than a block.
 
@@ -163,6 +170,12 @@ class SessionTable:
         if not hashes:
             return None
         root = root_of(hashes, root_blocks)
+        self._known -= self._known / _RECURRENCE_REQUESTS
+        self._fresh -= self._fresh / _RECURRENCE_REQUESTS
+        if root in self._sharing:
+            self._known += 1.0
+        else:
+            self._fresh += 1.0
         session: Session | None
         if key is not None:
             key = (key, root)

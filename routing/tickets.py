@@ -197,7 +197,7 @@ class Tickets:
             total = load.active_tokens
             more = worker.prefill_s(total - held, total) - worker.prefill_s(total - before, total)
             load.wait_s = max(load.wait_s + more, 0.0)
-            load.working_set = total - held
+            load.working_set = load.kv_tokens = total - held
             worker.hear(f"ticket {ticket}", load, now)
 
     def expire(self, now: float) -> None:

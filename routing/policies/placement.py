@@ -28,6 +28,13 @@ class Placement:
     own_alike: Mapping[Worker, int] | None = None  # new sessions that begin alike and this gateway has just sent there, in a crowd
 
 
+    def shared(self, worker: Worker, held: float) -> float:
+        """Of the `held` tokens of the prompt that are cached at a worker, those that other requests begin with as well and keep in its
+        KV memory: at the session's home what was there before it came, elsewhere all."""
+        session = self.session
+        return held if session is None or worker is not session.home or session.shared > held else session.shared
+
+
 class Terms(NamedTuple):
     """One candidate's cost and its parts, in seconds; `cached` in tokens. The first three order the candidates."""
 

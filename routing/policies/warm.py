@@ -18,6 +18,9 @@ TIE_S = 0.01  # a difference in waits below this is noise of clocks and networks
 UNSURE_REQUESTS = 4.0  # of a crowd that other gateways place, that may go elsewhere than one thinks
 # Of a running answer that is a second later, against a wait of a second, which delays the first token too (0.2 to 0.5 were as good).
 STALL_WEIGHT = 0.3
+# A worker whose KV memory or batch is full is taken to be in use for this share of the time: what is put on it delays those that come
+# until the queue has drained, which takes 1 / (1 - use) times as long as the wait (0.8 to 0.95 were as good).
+FULL_USE = 0.9
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
 
 
@@ -32,9 +35,12 @@ class Warm:
            shared prefix: where there is room for it, it serves the sessions to come, so it is divided among them.
     c      arrivals/s per worker x (wait + own) / (1 - utilisation): the delay that one second of work adds to those who arrive
            before the queue has drained; and a part of each request that decodes there, since a prefill stalls them. Near zero when
-           idle, so idle workers are used freely; near saturation sessions hold still.
+           idle, so idle workers are used freely; near saturation sessions hold still. Where KV memory or the batch is full, the
+           request's share of it, for as long as it runs, delays those who arrive in the same way. Of the memory it takes what it
+           does not begin with as others do: that is there once for all.
     evict  seconds to recompute what no longer fits beside the contexts of the sessions that are awake there, at each of the turns
            that a session has: whoever is evicted comes back, and evicts another. That work delays others as this request's own does.
+           It costs nothing where requests begin as none before them, for then nobody comes back.
            Of a shared prefix that is copied only this session's part counts.
     decode expected output x step time of the batch that it joins.
     crowd  the expected waits that this session and the others at home there will cause each other.
@@ -66,7 +72,8 @@ class Warm:
             return only(home)
         congestion = placement.congestion
         count = len(candidates)
-        pressure = congestion.arrivals_per_s / count / (1.0 - min(congestion.work_per_s / count, 0.95))
+        arrivals = congestion.arrivals_per_s / count
+        pressure = arrivals / (1.0 - min(congestion.work_per_s / count, 0.95))
         best_cached = max(cached.values()) if first and cached else 0.0
         repeated = crowding = 0.0
         if session is not None:
@@ -78,7 +85,7 @@ class Warm:
             met = later / congestion.later_arrivals_per_s if later > 0.0 else TURN_TOKENS * usual_token_s
             crowding = 2.0 * sessions.mean_turns * met * max(later, LEAST_LATER_USE * count) / (sessions.live * usual_token_s)
         output_tokens = placement.output_tokens * placement.decode_weight
-        turns, waits = sessions.mean_turns, placement.waits
+        turns, waits = sessions.mean_turns * sessions.recurrence, placement.waits
         # a session that has come over from another gateway is still counted there, too
         itself = 2 if session is not None and session.id is not None and not session.claim else 1
 
@@ -92,12 +99,14 @@ class Warm:
             prefilling = len(worker.prefilling)
             in_flight = prefilling + worker.decoding
             neighbours = living = worker.live_sessions
-            working_set = worker.working_set
+            takes = total - placement.shared(worker, held)
+            working_set, kv = worker.working_set, worker.kv_tokens + takes
             if worker.others:
                 prefilling += worker.others_prefilling
                 in_flight += worker.others_prefilling + worker.others_decoding
                 neighbours = living = living + worker.others_live_sessions
                 working_set += worker.others_working_set
+                kv += worker.others_kv_tokens
             if worker is home:
                 neighbours -= itself
                 # what it holds there stays; but of a session that was evicted nothing keeps it
@@ -111,13 +120,17 @@ class Warm:
                 evict = (over if over < new else new) * token_s * turns * (1.0 + pressure * own)
             elif held < best_cached:
                 own -= (best_cached - held) * scale * (worker.per_token + 0.5 * worker.per_pair * (best_cached + held)) * repeated
-            full = in_flight >= worker.slots or worker.active_tokens + total > worker.capacity
+            full = in_flight >= worker.slots or kv > worker.capacity
             if waits is not None and not full and worker in waits:
                 wait = waits[worker]
             else:
-                wait = worker.wait_s(now, total) if prefilling or full else 0.0
+                wait = worker.wait_s(now, takes) if prefilling or full else 0.0
             priced = own * (pressure * (wait + own) + STALL_WEIGHT * (in_flight - prefilling))
-            decode = output_tokens * worker.joined_step_s(total)
+            step_s = worker.joined_step_s(total)
+            decode = output_tokens * step_s
+            if full:
+                share = max(takes / worker.capacity, 1.0 / worker.slots)
+                priced += arrivals * wait / (1.0 - FULL_USE) * share * (own + placement.output_tokens * step_s)
             crowd = crowding * neighbours * token_s
             restored = restore.get(worker.id, 0.0) if restore else 0.0
             cost = worker.network_s + wait + restored + own + priced + decode + evict + crowd

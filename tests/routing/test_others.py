@@ -46,6 +46,7 @@ def test_what_one_gateway_assigns_the_other_counts_until_it_is_released() -> Non
     assert there.wait_s(0.0) == pytest.approx(here.wait_s(0.0), abs=1e-3) and there.others_prefilling == 1
     assert there.wait_s(1.0) == pytest.approx(here.wait_s(1.0), abs=1e-3)  # both follow what time has done of it
     assert there.wait_s(1000.0) == 0.0
+    assert there.others_kv_tokens == here.kv_tokens == here.active_tokens > 0.0
     assert (there.others_live_sessions, there.others_working_set) == (1, pytest.approx(here.working_set, abs=1))
     assert there.joined_step_s(0.0) > new_router(1).workers["w0"].joined_step_s(0.0)
     assert b.load()["w0"]["others_in_flight"] == 1.0 and b.load()["w0"]["prefilling"] == 0.0
@@ -54,7 +55,7 @@ def test_what_one_gateway_assigns_the_other_counts_until_it_is_released() -> Non
     assert (there.others_prefilling, there.others_decoding, there.wait_s(3.0)) == (0, 1, 0.0)
     decision.reservation.release(4.0)
     tell(says_a, [says_b], 4.0)
-    assert there.others_in_flight == 0 and there.others_active_tokens == 0.0
+    assert there.others_in_flight == 0 and there.others_active_tokens == there.others_kv_tokens == 0.0
     assert says_a.message(4.1, False) is None  # nothing has changed
 
 
@@ -126,7 +127,7 @@ def test_malformed_messages_are_ignored(junk: object) -> None:
         says_b.heard({**good, name: junk}, 0.0)
         says_b.heard({other: value for other, value in good.items() if other != name}, 0.0)
     says_b.heard({**good, "workers": {"w0": junk}}, 0.0)
-    says_b.heard({**good, "gateway": "c", "workers": {"w0": [float("nan")] * 7}}, 0.0)
+    says_b.heard({**good, "gateway": "c", "workers": {"w0": [float("nan")] * 8}}, 0.0)
     worker = b.workers["w0"]
     assert worker.wait_s(0.0) >= 0.0 and worker.others_live_sessions >= 0 and says_b.malformed > 0
 
@@ -138,8 +139,8 @@ def test_numbers_that_would_overflow_are_malformed(place: str) -> None:
     good = says_a.message(0.0, True)
     assert good is not None
     bad = {
-        "share": {"workers": {"w0": [1.0, 0, 1, 1.7e308, 0, 0, 0]}},
-        "count": {"workers": {"w0": [1.0, 0, 10**10, 1.0, 0, 0, 0]}},
+        "share": {"workers": {"w0": [1.0, 0, 1, 1.7e308, 0, 0, 0, 0]}},
+        "count": {"workers": {"w0": [1.0, 0, 10**10, 1.0, 0, 0, 0, 0]}},
         "rates": {"rates": [1.7e308, 1.7e308, 0.0, 0.0]},
         "sessions": {"sessions": 10**400},
         "turns": {"taken": [["00" * 16, 2**63]]},

@@ -138,6 +138,28 @@ def test_new_sessions_go_where_the_kv_cache_still_has_room() -> None:
     assert 3 * big["w0"] <= 1.5 * big["w1"], big  # 25 x 19,200 tokens: what fits the one is a quarter of what fits the other
 
 
+def test_slow_workers_are_used_before_the_kv_memory_of_fast_ones_is_queued_for() -> None:
+    """Lone requests that share nothing: each for itself would rather wait for a fast worker, and all would wait for each other."""
+    fast = QWEN3_32B_H100_TP2.scaled(0.5)
+    profiles = [WorkerProfile(latency=latency, kv_capacity_tokens=70_000) for latency in (fast, QWEN3_32B_H100_TP2.scaled(2.0))]
+    router = new_router(profiles)
+    chosen = Counter(router.decide(request(blocks(34)), 0.15 * number).worker.id for number in range(40))
+    assert chosen["w0"] * 34 * 128 < 1.6 * 70_000, chosen
+    assert chosen["w0"] > chosen["w1"]
+
+
+def test_nobody_comes_back_where_no_request_begins_as_another() -> None:
+    router = new_router(2)
+    assert router.sessions.recurrence == 1.0, "until something is known"
+    for number in range(300):
+        ask(router, blocks(20), None, 0.5 * number)
+    assert router.sessions.recurrence < 0.1
+    known = [blocks(20) for _ in range(20)]
+    for number in range(400):
+        ask(router, known[number % 20], None, 200.0 + number)
+    assert router.sessions.recurrence > 0.9
+
+
 def test_faster_workers_get_more_and_none_is_left_out() -> None:
     fast, slow = WorkerProfile(latency=QWEN3_32B_H100_TP2.scaled(0.5)), WorkerProfile(latency=QWEN3_32B_H100_TP2.scaled(2.0))
     router = new_router([fast, fast, slow, slow])

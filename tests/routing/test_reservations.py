@@ -59,6 +59,7 @@ def test_reservations_return_to_zero(policy: str, steps: list[tuple[str, int, fl
                 decision.reservation.first_token(now)
         for worker in workers:
             assert worker.wait_s(now) >= 0.0 and worker.pending_s >= -1e-9 and worker.in_flight >= 0
+            assert -1e-6 <= worker.kv_tokens <= worker.active_tokens + 1e-6
             assert worker.live_sessions >= 0 and worker.working_set >= -1e-6
         assert sum(w.in_flight for w in workers) <= len(open_decisions)
     for decision in open_decisions:
@@ -66,10 +67,29 @@ def test_reservations_return_to_zero(policy: str, steps: list[tuple[str, int, fl
     for worker in workers:
         assert (worker.in_flight, worker.decoding, len(worker.prefilling)) == (0, 0, 0)
         assert worker.pending_s == worker.pending_tokens == 0.0 and worker.wait_s(now) == 0.0
-        assert worker.active_tokens == pytest.approx(0.0, abs=1e-6)
+        assert worker.active_tokens == worker.kv_tokens == 0.0
     router.sessions.clear()
     assert all(w.live_sessions == 0 and w.working_set == pytest.approx(0.0, abs=1e-6) for w in workers)
     assert all(router.load()[w.id]["prefilling"] == 0.0 for w in workers)
+
+
+def test_what_requests_begin_with_in_common_takes_kv_memory_once() -> None:
+    """And what a session itself has brought, at each of its turns."""
+    router = new_router([WorkerProfile(kv_capacity_tokens=20_000)])
+    [worker] = router.workers.values()
+    common = blocks(100)
+    alike = [router.decide(request(common + blocks(10), f"s{n}"), 0.1 * n) for n in range(5)]
+    assert worker.active_tokens == 5 * 110 * 128
+    assert worker.kv_tokens == (110 + 4 * 10) * 128
+    assert worker.wait_s(1.0, 700.0) == worker.wait_s(1.0), "there is room for one more"
+    assert worker.wait_s(1.0, 2000.0) > worker.wait_s(1.0), "and for no more than that"
+    router.decide(request(blocks(20), "other"), 1.0)
+    for decision in alike:
+        decision.reservation.first_token(2.0)
+        decision.reservation.release(2.0)
+    assert worker.kv_tokens == 20 * 128
+    again = router.decide(request([*alike[1].request.hashes, *blocks(5)], "s1"), 3.0)
+    assert again.reservation.kv_tokens == 15 * 128, "its own ten blocks and five more"
 
 
 def test_the_wait_follows_what_is_assigned_and_what_time_has_done_of_it() -> None:

@@ -113,7 +113,7 @@ def test_prefill_work_ends_with_the_first_token_and_is_never_left_over() -> None
 
 def test_what_other_gateways_have_sent_counts_as_prefill_work() -> None:
     workers = fleet(2)
-    workers[0].hear("b", Share(5.0, 3, 0, 100_000.0, 3, 0.0, 0.0), 0.0)
+    workers[0].hear("b", Share(5.0, 3, 0, 100_000.0, 3, 0.0, 0.0, 100_000.0), 0.0)
     placement = asked(10_000.0, {"w0": 9_000.0})
     assert choice(LPWL(), placement, workers) == "w1"
     workers[0].hear("b", None, 0.0)
@@ -349,7 +349,7 @@ def test_every_rule_takes_a_candidate_leaves_the_fleet_alone_and_repeats_itself(
         worker.live_sessions, worker.working_set = len(requests), sum([total for total, *_ in requests])
         for total, uncached, decoding in requests:
             assign(worker, uncached * total, total, decoding=decoding)
-    workers[0].hear("b", Share(0.5, 1, 2, 9_000.0, 3, 30_000.0, 0.0), 0.0)
+    workers[0].hear("b", Share(0.5, 1, 2, 9_000.0, 3, 30_000.0, 0.0, 9_000.0), 0.0)
     before = snapshot(workers)
     policies = new_policy(name, seed), new_policy(name, seed)
     for now, (total, shares) in enumerate(asks):
