@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,14 @@ def local_fleet() -> Iterator[LocalFleet]:
     """A gateway process in front of two simulated workers, shared by tests that leave it as they found it."""
     with LocalFleet(2, ["--speed", "50", "--kv-capacity", "200000"]) as fleet:
         yield fleet
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a command silences in its own process stays silent for no other test."""
+    loggers = [logging.getLogger(name) for name in (None, "routing", "httpx")]
+    levels, disabled = [logger.level for logger in loggers], logging.root.manager.disable
+    yield
+    logging.disable(disabled)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

@@ -369,6 +369,8 @@ def _unlike(worker: Entry, **changes: Any) -> bytes:
 
 @pytest.mark.usefixtures("quickly")
 async def test_what_is_not_genuine_or_not_allowed_is_refused_and_said_once(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "warmroute.registry")
+
     async def redirect(request: WorkerRequest) -> None:
         request.respond(b"", 302, b"location: http://127.0.0.1:1/\r\n")
 
