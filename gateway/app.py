@@ -12,12 +12,14 @@ from typing import Any
 
 import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException as RoutingError
 
 from gateway.config import POLICY_NAMES, Config
-from gateway.dialects import DIALECTS
+from gateway.dialects import CHAT, DIALECTS, MESSAGES
 from gateway.fleet import Fleet
 from gateway.inference import Inference
 from gateway.metrics import Gauge, Metrics, exposition, merge_by_worker, merge_gauges, merge_load
@@ -35,6 +37,32 @@ def _exposition(reports: list[dict[str, Any]], silent: int) -> bytes:
         ("processes_silent", "Those that did not answer; their counters are as of their last answer", {"": float(silent)}),
     ]
     return exposition(total, [*processes, *merge_gauges(answered)])
+
+
+def _error(request: Request, status: int, message: str, *, code: str | None = None, param: str | None = None) -> Response:
+    """An error in the dialect of whoever asks."""
+    anthropic = request.url.path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
+    return Response((MESSAGES if anthropic else CHAT).error(status, message, code=code, param=param), status, media_type="application/json")
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RoutingError)
+    path, status, message, headers = request.url.path, error.status_code, error.detail, dict(error.headers or {})
+    if path in DIALECTS:  # those are served past FastAPI
+        status, headers = 405, {"Allow": "POST"}
+    if status == 405:
+        message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}"
+    elif status == 404 and message == "Not Found":
+        message = f"{path} is no route of this gateway; it serves {', '.join(DIALECTS)} (POST), /v1/models and what /docs lists"
+    response = _error(request, status, message)
+    response.headers.update(headers)
+    return response
+
+
+async def _not_valid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    said = [": ".join((".".join(map(str, one["loc"][1:])) or "the body", one["msg"])) for one in error.errors()]
+    return _error(request, 422, "; ".join(said))
 
 
 class PolicyBody(BaseModel):
@@ -76,6 +104,8 @@ class Gateway:
 
     def _build_api(self) -> FastAPI:
         api = FastAPI(title="warmroute", description="Routes LLM requests to the worker whose KV cache is warm.", lifespan=self._lifespan)
+        api.add_exception_handler(RoutingError, _not_routed)
+        api.add_exception_handler(RequestValidationError, _not_valid)
         fleet = self.fleet
 
         @api.get("/v1/models", summary="Models that can be used now")
@@ -92,10 +122,9 @@ class Gateway:
             return {"object": "list", "data": entries, **page}
 
         @api.get("/v1/models/{model:path}", summary="One model")
-        def model(model: str) -> Response:
+        def model(model: str, request: Request) -> Response:
             if model not in fleet.model_names():
-                error = {"message": f"the model {model!r} does not exist", "type": "invalid_request_error", "param": "model"}
-                return JSONResponse({"error": {**error, "code": "model_not_found"}}, 404)
+                return _error(request, 404, f"the model {model!r} does not exist", code="model_not_found", param="model")
             return JSONResponse({"id": model, "object": "model", "created": 0, "owned_by": "warmroute"})
 
         @api.get("/health", summary="The gateway process runs")

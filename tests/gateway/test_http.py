@@ -360,6 +360,25 @@ async def test_a_tier_is_recognised_counted_and_checked() -> None:
         assert wrong.status_code == 400 and "latency" in wrong.json()["error"]["message"]
 
 
+async def test_what_is_asked_for_in_vain_is_said_in_the_clients_dialect() -> None:
+    worker = ScriptedWorker(echo, models=("m",))
+    async with gateway_with(worker) as (stack, _):
+        client = stack.client
+        unknown = await client.post("/v1/chat/completion", json={})
+        assert unknown.status_code == 404 and unknown.headers["content-type"] == "application/json"
+        assert "/v1/chat/completions" in unknown.json()["error"]["message"]
+        assert unknown.json()["error"]["type"] == "invalid_request_error"
+        for path in ("/v1/messages/batches", "/v1/models/none"):
+            said = (await client.get(path, headers={"anthropic-version": "2023-06-01"})).json()
+            assert said["type"] == "error" and said["error"]["type"] == "not_found_error"
+        wrong = await client.get("/v1/chat/completions")
+        assert wrong.status_code == 405 and wrong.json()["error"]["message"] == "/v1/chat/completions takes POST, not GET"
+        assert (await client.delete("/ready")).headers["allow"] == "GET"
+        policy = await client.put("/admin/policy", json={"policy": "best"})
+        assert policy.status_code == 422 and policy.json()["error"]["message"].startswith("policy: ") and "'warm'" in policy.text
+        assert "the body" in (await client.put("/admin/policy")).json()["error"]["message"]
+
+
 async def test_models_health_ready_and_metrics() -> None:
     worker = ScriptedWorker(echo, models=("m", "lora"))
     async with gateway_with(worker, models=[ModelConfig(name="m", aliases=["gpt-x"])]) as (stack, _):
