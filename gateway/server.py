@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from gateway.config import Listen
 from gateway.connection import GatewayProtocol
 
 logger = logging.getLogger("warmroute.server")
+
+FORCED_S = 5.0  # for the application's end where connections are not waited for
 
 
 def url_of(listening: Any) -> str:
@@ -50,6 +53,10 @@ class Server(uvicorn.Server):
         if self._sweeper is not None:
             self._sweeper.cancel()
         await super().shutdown(sockets)
+        if self.force_exit:  # a second signal: uvicorn would leave the application running and its end to the interpreter
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FORCED_S):
+                    await self.lifespan.shutdown()
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
