@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException as RoutingError
+from starlette.exceptions import HTTPException as RequestError
 
 from gateway.config import POLICY_NAMES, Config
 from gateway.dialects import CHAT, DIALECTS, MESSAGES
@@ -45,8 +45,8 @@ def _error(request: Request, status: int, message: str, *, code: str | None = No
     return Response((MESSAGES if anthropic else CHAT).error(status, message, code=code, param=param), status, media_type="application/json")
 
 
-async def _not_routed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RoutingError)
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
     path, status, message, headers = request.url.path, error.status_code, error.detail, dict(error.headers or {})
     if path in DIALECTS:  # those are served past FastAPI
         status, headers = 405, {"Allow": "POST"}
@@ -104,7 +104,7 @@ class Gateway:
 
     def _build_api(self) -> FastAPI:
         api = FastAPI(title="warmroute", description="Routes LLM requests to the worker whose KV cache is warm.", lifespan=self._lifespan)
-        api.add_exception_handler(RoutingError, _not_routed)
+        api.add_exception_handler(RequestError, _refused)
         api.add_exception_handler(RequestValidationError, _not_valid)
         fleet = self.fleet
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvindex.chain import block_hashes, token_seed
 from kvindex.engine_groups import FULL_KINDS, CacheGroup, Rule, rule_for
-from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, decode
+from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, EngineHash, Event, decode
 from kvindex.index import KVIndex
 
 logger = logging.getLogger("warmroute.kv_events")
@@ -120,26 +120,13 @@ class EngineBlocks:
             return
         if self._main == _NO_GROUP:
             self._choose_main(batch)
-        removed: BlockRemoved | None = None  # those in a row are one: engines send an event for each block
-        for event in batch.events:
-            if type(event) is BlockRemoved:
-                if removed is None:
-                    removed = event
-                elif event.group_idx == removed.group_idx and event.medium == removed.medium and event.locality == removed.locality:
-                    removed.block_hashes += event.block_hashes
-                else:
-                    self._remove(removed)
-                    removed = event
-                continue
-            if removed is not None:
-                self._remove(removed)
-                removed = None
+        for event in _joined(batch.events):
             if type(event) is BlockStored:
                 self._store(event)
-            else:
+            elif type(event) is BlockRemoved:
+                self._remove(event)
+            elif type(event) is AllBlocksCleared:
                 self._clear()
-        if removed is not None:
-            self._remove(removed)
         self._flush()
 
     def reset(self) -> None:
@@ -461,6 +448,24 @@ class EngineBlocks:
             return block is not None and group.holds(block, rank)
 
         return held
+
+
+def _joined(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, removals in a row as one: engines send one for each block."""
+    last: Event | None = None
+    for event in events:
+        if (
+            type(event) is BlockRemoved
+            and type(last) is BlockRemoved
+            and (event.group_idx, event.medium, event.locality) == (last.group_idx, last.medium, last.locality)
+        ):
+            last.block_hashes += event.block_hashes
+            continue
+        if last is not None:
+            yield last
+        last = event
+    if last is not None:
+        yield last
 
 
 def _rank(medium: str | None, locality: str | None) -> int:

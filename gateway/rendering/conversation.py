@@ -156,29 +156,24 @@ def conversation(messages: list[Any], content_format: ContentFormat, memory: Rec
     normalised = Conversation()
     for at in range(0, len(messages), RUN):
         run = messages[at : at + RUN]
-        key, size = _key(run, seed + 4) if len(run) == RUN else (None, 0)
-        made: Conversation | None = memory.get(key)
+        run_key, run_size = _key(run, seed + 4) if len(run) == RUN else (None, 0)
+        made: Conversation | None = memory.get(run_key)
         if made is None:
             made = Conversation()
             for message in run:
-                one = _key(message, seed)
-                made.append(_remembered(message, one, wrap, as_sent, memory))
-                made.keys.append(one[0])
-            if key is not None:
-                memory.put(key, made, _cost(size, made))
+                key, size = _key(message, seed)
+                one = memory.get(key)
+                if one is None:
+                    one = _message(message, wrap, as_sent)
+                    if key is not None:
+                        memory.put(key, one, _cost(size, [one]))
+                made.append(one)
+                made.keys.append(key)
+            if run_key is not None:
+                memory.put(run_key, made, _cost(run_size, made))
         normalised += made
         normalised.keys += made.keys
     return normalised
-
-
-def _remembered(message: Any, key_and_size: tuple[int | None, int], wrap: bool, as_sent: bool, memory: RecentlyUsed) -> dict[str, Any]:
-    key, size = key_and_size
-    made: dict[str, Any] | None = memory.get(key)
-    if made is None:
-        made = _message(message, wrap, as_sent)
-        if key is not None:
-            memory.put(key, made, _cost(size, [made]))
-    return made
 
 
 def _cost(size: int, made: list[dict[str, Any]]) -> int:

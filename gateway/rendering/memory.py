@@ -42,13 +42,9 @@ class RecentlyUsed:
         return [self.get(key) if entry is None else entry[0] for key, entry in zip(keys, map(self._young.get, keys), strict=True)]
 
     def put(self, key: Hashable, value: Any, cost: int) -> None:
-        """Keep a value that takes about `cost` bytes, its key included."""
-        for generation in (self._young, self._old):
-            if (replaced := generation.pop(key, None)) is not None:
-                if generation is self._young:
-                    self._young_bytes -= replaced[1]
-                else:
-                    self._old_bytes -= replaced[1]
+        """Keep a value that takes about `cost` bytes, its key included; not one that takes more than half of all."""
+        if (replaced := self._young.pop(key, None)) is not None:
+            self._young_bytes -= replaced[1]
         half = self.max_bytes // 2
         if cost > half:
             return

@@ -205,7 +205,7 @@ def _listing(expressions: Iterable[str]) -> str:
 
 def _shifted(keys: list[int | None], distance: int, count: int) -> list[int | None]:
     """For each pass the element so far from it, which counts from the end where it would lie before the begin."""
-    size = len(keys)
-    if count == size and abs(distance) <= size:
-        return keys[distance:] + (keys[:distance] if distance < 0 else [_NOBODY] * distance)
-    return [keys[at] if -size <= at < size else _NOBODY for at in range(distance, distance + count)]
+    start = distance + len(keys)
+    nobody: list[int | None] = [_NOBODY] * count
+    before = nobody[: max(-start, 0)]
+    return (before + (keys + keys)[max(start, 0) : max(start + count, 0)] + nobody)[:count]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from itertools import islice, repeat
 from typing import Any
 
 from gateway.rendering.battery import conversations
@@ -124,8 +123,9 @@ class ChatTemplate:
             marked = content + _CONTINUE_TAG
         else:
             raise NotReproducible("the final message has no text to continue")
-        keys = context["messages"].keys if type(context["messages"]) is Conversation else repeat(None)
-        opened = Conversation([*others, {**final, "content": marked}], [*islice(keys, len(others)), None])
+        opened = [*others, {**final, "content": marked}]
+        if type(context["messages"]) is Conversation:
+            opened = Conversation(opened, [*context["messages"].keys[:-1], None])
         rendered = self.render({**context, "messages": opened})
         if text.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
             raise NotReproducible("the chat template does not render the final message that is to be continued")

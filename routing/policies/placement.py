@@ -27,7 +27,6 @@ class Placement:
     waits: Mapping[Worker, float] | None = None  # seconds, where what a worker itself tells is not settled yet: see `tickets`
     own_alike: Mapping[Worker, int] | None = None  # new sessions that begin alike and this gateway has just sent there, in a crowd
 
-
     def shared(self, worker: Worker, held: float) -> float:
         """Of the `held` tokens of the prompt that are cached at a worker, those that other requests begin with as well and keep in its
         KV memory: at the session's home what was there before it came, elsewhere all."""

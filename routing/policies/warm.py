@@ -19,7 +19,8 @@ UNSURE_REQUESTS = 4.0  # of a crowd that other gateways place, that may go elsew
 # Of a running answer that is a second later, against a wait of a second, which delays the first token too (0.2 to 0.5 were as good).
 STALL_WEIGHT = 0.3
 # A worker whose KV memory or batch is full is taken to be in use for this share of the time: what is put on it delays those that come
-# until the queue has drained, which takes 1 / (1 - use) times as long as the wait (0.8 to 0.95 were as good).
+# until the queue has drained, which takes 1 / (1 - use) times as long as the wait. With less, fast workers are queued for; with more,
+# slow ones get too much.
 FULL_USE = 0.9
 TURN_TOKENS = 1400.0  # new tokens of a later turn, until some were seen (agent traces: mean 1,440)
 

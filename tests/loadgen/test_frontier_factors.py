@@ -38,13 +38,15 @@ def test_two_times_two_is_four() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.floats(200, 1e4), min_size=8, max_size=8), st.sets(st.integers(1, 6)))
+@given(st.lists(st.floats(1, 1e4), min_size=8, max_size=8), st.sets(st.integers(1, 6)))
 def test_factors_multiply_to_the_total_whatever_was_measured(outputs: list[float], absent: set[int]) -> None:
     keys = list(product((0, 1), repeat=3))
     outputs[7] = max(outputs) + 1  # the best has everything
-    found = split(grid({key: value for number, (key, value) in enumerate(zip(keys, outputs, strict=True)) if number not in absent}))
+    runs = grid({key: value for number, (key, value) in enumerate(zip(keys, outputs, strict=True)) if number not in absent})
+    found = split(runs)
     assert isclose(prod(factor.value for factor in found.factors), found.total, rel_tol=1e-9)
-    assert isclose(found.total, outputs[7] / outputs[0], rel_tol=1e-4)  # tokens are whole, and so at least some hundreds a second
+    first, best = OUT.of(runs[0]), OUT.of(runs[-1])  # not quite `outputs`: tokens are whole
+    assert first and best and isclose(found.total, best / first, rel_tol=1e-9)
     assert sorted(name for factor in found.factors for name in factor.name.split(" + ")) == sorted(GROUPS)
     assert len(found.missing) == len(absent)
     for factor in found.factors:
